@@ -1,0 +1,74 @@
+"""What a wheel contains, and that the metadata says what it must."""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mdps import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"runtime", "models", "export", "training", "serving", "benchmarks"}
+SOURCE = [*PACKAGES, "__init__.py", "cli.py", "py.typed", "pyproject.toml", "README.md", "LICENSE", "tests", "docs"]
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in the wheel, built from a copy: a build leaves folders in the tree that other tests would see."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in SOURCE:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tree / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tree / "dist"), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_has_only_the_package_and_its_metadata(wheel_files: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_files}
+    assert tops == {"mdps", f"mdps-{__version__}.dist-info"}
+
+
+def test_the_top_of_the_package_is_two_modules_and_the_type_marker(wheel_files: set[str]) -> None:
+    inside = {name.split("/", 1)[1] for name in wheel_files if name.startswith("mdps/")}
+    assert {name for name in inside if "/" not in name} == {"__init__.py", "cli.py", "py.typed"}
+    assert {name.split("/")[0] for name in inside if "/" in name} == PACKAGES
+
+
+def test_every_module_of_every_package_is_in_the_wheel(wheel_files: set[str]) -> None:
+    for package in PACKAGES:
+        modules = {f"mdps/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / package).rglob("*.py")}
+        assert modules <= wheel_files
+
+
+def test_the_demo_checkpoint_and_the_licence_travel(wheel_files: set[str]) -> None:
+    demo = {f"mdps/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "benchmarks" / "demo").glob("*")}
+    assert demo <= wheel_files
+    assert f"mdps-{__version__}.dist-info/licenses/LICENSE" in wheel_files
+
+
+def test_the_installed_version_is_the_source_version() -> None:
+    try:
+        installed = importlib.metadata.version("mdps")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mdps is on the path but not installed")
+    assert installed == __version__
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(item for extra in ("cpu", "export", "bench", "dev") for item in extras[extra])]
+    names = {requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in wanted} - {"mdps"}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
+    assert names <= pinned
