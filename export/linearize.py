@@ -1,0 +1,219 @@
+"""Forward pass and vector-Jacobian product of the U-Net, written as ordinary forward operations.
+
+`linearize(network, x, timestep)` returns the output and a pullback g -> J^T g (J = d output / d x). Both are plain tensor
+arithmetic, so a trace of the two is a graph without autograd: it exports with a dynamic batch, shares the normalised
+activations between the two halves, and computes no weight gradient. Each rule is tested against autograd.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mdps.models.unet import AttentionBlock, Downsample, ResBlock, TimestepSequential, UNet, Upsample, split_heads
+
+Pullback = Callable[[Tensor], Tensor]
+Linear = tuple[Tensor, Pullback]
+
+
+def prepare_input_gradients(network: nn.Module) -> nn.Module:
+    """Stores, beside each stride-1 convolution, the weight of its input gradient (in/out swapped, flipped) as a constant."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.stride == (1, 1):
+            flipped = module.weight.detach().transpose(0, 1).flip(2, 3).contiguous()
+            module.register_buffer("input_gradient_weight", flipped, persistent=False)
+    return network
+
+
+def linearize(network: UNet, x: Tensor, timestep: Tensor) -> Linear:
+    """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`."""
+    emb = network.embed(timestep)
+    encoder: list[Pullback] = []
+    skips: list[Tensor] = []
+    for block in network.input_blocks:
+        x, pullback = _sequential(block, x, emb)
+        encoder.append(pullback)
+        skips.append(x)
+    x, middle = _sequential(network.middle_block, x, emb)
+    decoder: list[tuple[Pullback, int]] = []
+    for block in network.output_blocks:
+        channels = x.shape[1]
+        x, pullback = _sequential(block, torch.cat([x, skips.pop()], dim=1), emb)
+        decoder.append((pullback, channels))
+    x, norm = _norm_silu(network.out[0], x)
+    x, conv = _conv(network.out[2], x)
+
+    def pull(g: Tensor) -> Tensor:
+        g = norm(conv(g))
+        skip_gradients: list[Tensor] = []
+        for pullback, channels in reversed(decoder):
+            joint = pullback(g)
+            g = joint[:, :channels]
+            skip_gradients.append(joint[:, channels:])
+        g = middle(g)
+        for pullback in reversed(encoder):
+            g = pullback(g + skip_gradients.pop())
+        return g
+
+    return x, pull
+
+
+def _sequential(block: nn.Module, x: Tensor, emb: Tensor) -> Linear:
+    assert isinstance(block, TimestepSequential)
+    pullbacks: list[Pullback] = []
+    for layer in block:
+        x, pullback = _layer(layer, x, emb)
+        pullbacks.append(pullback)
+
+    def pull(g: Tensor) -> Tensor:
+        for pullback in reversed(pullbacks):
+            g = pullback(g)
+        return g
+
+    return x, pull
+
+
+def _layer(layer: nn.Module, x: Tensor, emb: Tensor) -> Linear:
+    if isinstance(layer, ResBlock):
+        return _res_block(layer, x, emb)
+    if isinstance(layer, AttentionBlock):
+        return _attention(layer, x)
+    if isinstance(layer, Downsample):
+        return _downsample(layer, x)
+    if isinstance(layer, Upsample):
+        return _upsample(layer, x)
+    if isinstance(layer, nn.Conv2d):
+        return _conv(layer, x)
+    raise TypeError(f"no gradient rule for {type(layer).__name__}")
+
+
+def _res_block(block: ResBlock, x: Tensor, emb: Tensor) -> Linear:
+    h, in_norm = _norm_silu(block.in_layers[0], x)
+    skip, skip_resample = _resample(block.resample, x)
+    h, h_resample = _resample(block.resample, h)
+    h, in_conv = _conv(block.in_layers[2], h)
+    time = block.emb_layers(emb)[:, :, None, None]
+    if block.scale_shift_norm:
+        scale, shift = time.chunk(2, dim=1)
+        h, out_norm = _norm_silu(block.out_layers[0], h, 1 + scale, shift)
+    else:
+        h, out_norm = _norm_silu(block.out_layers[0], h + time)
+    h, out_conv = _conv(block.out_layers[3], h)
+    skip, skip_conv = _conv(block.skip_connection, skip)
+
+    def pull(g: Tensor) -> Tensor:
+        main = in_norm(h_resample(in_conv(out_norm(out_conv(g)))))
+        return main + skip_resample(skip_conv(g))
+
+    return skip + h, pull
+
+
+def _normalize(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, C, ...] -> (x_hat [B, G, n], 1 / standard deviation [B, G, 1])."""
+    grouped = x.reshape(x.shape[0], norm.num_groups, -1)
+    x_hat, _, rstd = torch.native_layer_norm(grouped, [grouped.shape[-1]], None, None, norm.eps)
+    return x_hat, rstd
+
+
+def _normalize_pullback(x_hat: Tensor, rstd: Tensor, g: Tensor) -> Tensor:
+    """Gradient of x_hat = (x - mean) / std with respect to x; all [B, G, n]."""
+    return rstd * (g - g.mean(dim=-1, keepdim=True) - x_hat * (g * x_hat).mean(dim=-1, keepdim=True))
+
+
+def _channels(vector: Tensor, x: Tensor) -> Tensor:
+    """[C] -> broadcastable over [B, C, ...]."""
+    return vector.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def _norm(norm: nn.Module, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Linear:
+    """Group norm with its affine part times `scale` plus `shift` ([1, C, 1, 1], from the time embedding)."""
+    assert isinstance(norm, nn.GroupNorm)
+    x_hat, rstd = _normalize(norm, x)
+    gamma, beta = _channels(norm.weight, x), _channels(norm.bias, x)
+    if scale is not None and shift is not None:
+        gamma, beta = gamma * scale, beta * scale + shift
+
+    def pull(g: Tensor) -> Tensor:
+        return _normalize_pullback(x_hat, rstd, (g * gamma).reshape(x_hat.shape)).reshape(g.shape)
+
+    return x_hat.reshape(x.shape) * gamma + beta, pull
+
+
+def _norm_silu(norm: nn.Module, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Linear:
+    h, norm_pullback = _norm(norm, x, scale, shift)
+    s = torch.sigmoid(h)
+    y = h * s
+    # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
+    return y, lambda g: norm_pullback(g * (s + y * (1 - s)))
+
+
+def _conv(conv: nn.Module, x: Tensor) -> Linear:
+    if isinstance(conv, nn.Identity):
+        return x, lambda g: g
+    assert isinstance(conv, nn.Conv2d)
+    if conv.stride == (1, 1):
+        weight = conv.get_buffer("input_gradient_weight")
+        padding = conv.kernel_size[0] - 1 - int(conv.padding[0])
+        return conv(x), lambda g: F.conv2d(g, weight, padding=padding)
+    # The output padding restores the even input size that the stride rounded away.
+    padding = int(conv.padding[0])
+    extra = x.shape[-1] - ((x.shape[-1] + 2 * padding - 3) // 2 * 2 + 3 - 2 * padding)
+    return conv(x), lambda g: F.conv_transpose2d(g, conv.weight, stride=2, padding=padding, output_padding=extra)
+
+
+def _resample(layer: nn.Module | None, x: Tensor) -> Linear:
+    if isinstance(layer, Downsample):
+        return _downsample(layer, x)
+    if isinstance(layer, Upsample):
+        return _upsample(layer, x)
+    return x, lambda g: g
+
+
+def _downsample(layer: Downsample, x: Tensor) -> Linear:
+    if layer.op is None:
+        return F.avg_pool2d(x, 2), lambda g: F.interpolate(g, scale_factor=2.0, mode="nearest") * 0.25
+    if not layer.asymmetric:
+        return _conv(layer.op, x)
+    y, pullback = _conv(layer.op, F.pad(x, (0, 1, 0, 1)))
+    return y, lambda g: pullback(g)[:, :, :-1, :-1]
+
+
+def _upsample(layer: Upsample, x: Tensor) -> Linear:
+    y = F.interpolate(x, scale_factor=2.0, mode="nearest")
+    conv_pullback: Pullback = lambda g: g  # noqa: E731
+    if layer.conv is not None:
+        y, conv_pullback = _conv(layer.conv, y)
+    return y, lambda g: F.avg_pool2d(conv_pullback(g), 2) * 4.0
+
+
+def _attention(block: AttentionBlock, x: Tensor) -> Linear:
+    batch, channels, height, width = x.shape
+    flat = x.reshape(batch, channels, height * width)
+    normed, norm_pullback = _norm(block.norm, flat)
+    qkv_weight, proj_weight = block.qkv.weight[:, :, 0], block.proj_out.weight[:, :, 0]
+    qkv = qkv_weight @ normed + _channels(block.qkv.bias, flat)
+    q, k, v = split_heads(qkv, block.heads, block.new_order)
+    scale = (channels // block.heads) ** -0.5
+    weights = torch.softmax((q.transpose(-1, -2) @ k) * scale, dim=-1)
+    attended = v @ weights.transpose(-1, -2)
+    out = flat + proj_weight @ attended.reshape(flat.shape) + _channels(block.proj_out.bias, flat)
+
+    def pull(g: Tensor) -> Tensor:
+        flat_g = g.reshape(flat.shape)
+        g_attended = (proj_weight.t() @ flat_g).reshape(attended.shape)
+        g_v = g_attended @ weights
+        # The softmax rule needs sum_s dW[t, s] W[t, s], which equals sum_c g[c, t] attended[c, t].
+        inner = (g_attended * attended).sum(dim=-2).unsqueeze(-1)
+        g_logits = weights * (g_attended.transpose(-1, -2) @ v - inner) * scale
+        g_qkv = _join_heads(k @ g_logits.transpose(-1, -2), q @ g_logits, g_v, block.new_order)
+        return (flat_g + norm_pullback(qkv_weight.t() @ g_qkv)).reshape(g.shape)
+
+    return out.reshape(x.shape), pull
+
+
+def _join_heads(q: Tensor, k: Tensor, v: Tensor, new_order: bool) -> Tensor:
+    """Inverse of `split_heads`."""
+    batch, _, _, length = q.shape
+    joined = torch.stack([q, k, v], dim=1) if new_order else torch.cat([q, k, v], dim=2)
+    return joined.reshape(batch, -1, length)
