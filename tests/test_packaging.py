@@ -25,7 +25,17 @@ def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tree / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tree / "dist"), str(tree)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(tree / "dist"),
+        str(tree),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
@@ -67,7 +77,10 @@ def test_the_installed_version_is_the_source_version() -> None:
 def test_constraints_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(item for extra in ("cpu", "export", "bench", "dev") for item in extras[extra])]
+    wanted = [
+        *project["dependencies"],
+        *(item for extra in ("cpu", "export", "bench", "dev") for item in extras[extra]),
+    ]
     names = {requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in wanted} - {"mdps"}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}

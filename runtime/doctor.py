@@ -1,0 +1,140 @@
+"""Finds out what really works here: each execution provider is tried, not believed."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import warnings
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+from mdps.runtime.threads import available_cpus
+
+# An ONNX model with one node, y = x + x, x float32 [2] (onnx.helper made it; a test reads it back with onnx).
+TINY_MODEL = (
+    b'\x08\x08:5\n\x0e\n\x01x\n\x01x\x12\x01y"\x03Add\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x02'
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x02B\x04\n\x00\x10\x11"
+)
+# Each of these wheels installs the one folder `onnxruntime`: the last one installed wins, and removing one breaks it.
+_ENGINE_WHEELS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-directml",
+    "onnxruntime-openvino",
+    "onnxruntime-qnn",
+    "onnxruntime-rocm",
+)
+_NO_ENGINES = {"AzureExecutionProvider"}  # asks a remote service, runs no graph itself
+_SHOWN = ("mdps", "numpy", "pillow", *_ENGINE_WHEELS, "tensorrt", "torch", "timm", "onnx", "onnxscript", "onnxslim")
+
+
+@dataclass(frozen=True)
+class ProviderCheck:
+    """One execution provider: whether a session with it ran, and if not, why."""
+
+    name: str
+    usable: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `mdps doctor` says. `problems` are sentences with what to do."""
+
+    python: str
+    system: str
+    cpus: int
+    cpus_of_host: int
+    gpus: tuple[str, ...]
+    versions: dict[str, str]
+    providers: tuple[ProviderCheck, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def works(self) -> bool:
+        """Whether at least one provider can run a bundle."""
+        return any(check.usable for check in self.providers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"works": self.works, **asdict(self)}
+
+
+def diagnose() -> Diagnosis:
+    """Examines engine library, providers, processors, GPUs and versions; never raises for what it finds."""
+    versions = {name: version for name in _SHOWN if (version := _version(name))}
+    providers, fault = _try_providers()
+    problems = [*_wheel_problems(versions), *([fault] if fault else [])]
+    return Diagnosis(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cpus=available_cpus(),
+        cpus_of_host=os.cpu_count() or 1,
+        gpus=_gpus(),
+        versions=versions,
+        providers=providers,
+        problems=tuple(problems),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _wheel_problems(versions: dict[str, str]) -> list[str]:
+    wheels = [name for name in _ENGINE_WHEELS if name in versions]
+    if len(wheels) < 2:
+        return []
+    return [
+        f"{' and '.join(wheels)} are installed together and overwrite each other: "
+        f"run pip uninstall -y {' '.join(wheels)}, then install one of mdps[cpu] and mdps[gpu]"
+    ]
+
+
+def _try_providers() -> tuple[tuple[ProviderCheck, ...], str]:
+    """Every provider the library lists, tried; and a sentence if there is no library to ask."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        return (), f"onnxruntime cannot be imported ({error}): pip install 'mdps[cpu]', or mdps[gpu] on an NVIDIA card"
+    if not hasattr(onnxruntime, "InferenceSession"):  # what removing one of two wheels leaves behind
+        return (), (
+            "onnxruntime is installed but empty, as after removing one of two of its wheels: "
+            "run pip install --force-reinstall onnxruntime"
+        )
+    onnxruntime.set_default_logger_severity(4)  # what it would print is in our sentences
+    listed = [name for name in onnxruntime.get_available_providers() if name not in _NO_ENGINES]
+    return tuple(_try_provider(onnxruntime, name) for name in listed), ""
+
+
+def _try_provider(onnxruntime: ModuleType, name: str) -> ProviderCheck:
+    """Runs the tiny model; a session that silently took another provider does not count."""
+    import numpy as np
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            session = onnxruntime.InferenceSession(TINY_MODEL, providers=[name])
+            (result,) = session.run(None, {"x": np.array([1.0, 2.5], np.float32)})
+    except Exception as error:  # the library raises its own types, one for each way to fail
+        return ProviderCheck(name, False, str(error).strip().split("\n")[0])
+    active = session.get_providers()
+    if name not in active:
+        return ProviderCheck(name, False, f"listed, but the session took {active[0]}: its libraries do not load here")
+    if not np.array_equal(result, [2.0, 5.0]):
+        return ProviderCheck(name, False, f"computed {result.tolist()} where [2.0, 5.0] is right")
+    return ProviderCheck(name, True)
+
+
+def _gpus() -> tuple[str, ...]:
+    """One line a GPU, as nvidia-smi gives it; none where there is no such tool or it fails."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())

@@ -1,0 +1,95 @@
+"""Which files a run judges, and what its outputs are called."""
+
+import os
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+from mdps.runtime.errors import UsageError
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
+_FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
+_LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
+
+
+def find_images(inputs: Sequence[str | Path], exclude: Path | None = None) -> list[Path]:
+    """Lists the images among `inputs`: files as they are, folders with all that lies below them, by name.
+
+    `exclude` is a folder that is not entered: the outputs of an earlier run are no input of the next.
+    Hidden files and folders are passed over, and a file named twice is listed once.
+
+    Raises:
+        UsageError: an input does not exist, a folder cannot be read or has no image.
+    """
+    found: dict[str, Path] = {}
+    for given in inputs:
+        for image in _images_of(Path(given), exclude):
+            found.setdefault(os.path.realpath(image), image)
+    return list(found.values())
+
+
+def _images_of(given: Path, exclude: Path | None) -> list[Path]:
+    if given.is_file():
+        return [given]
+    if not given.is_dir():
+        raise UsageError(f"{given} does not exist: give an image or a folder with images")
+    images = _walk(given, exclude)
+    if not images:
+        raise UsageError(f"{given} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))}), nor does a folder below it")
+    return images
+
+
+def _walk(folder: Path, exclude: Path | None) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    closed = exclude.resolve() if exclude is not None else None
+    images = []
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        here = Path(place)
+        folders[:] = sorted(name for name in folders if name[0] != "." and (here / name).resolve() != closed)
+        images += [
+            here / name for name in sorted(files) if name[0] != "." and Path(name).suffix.lower() in IMAGE_SUFFIXES
+        ]
+    return images
+
+
+def output_names(images: Sequence[Path]) -> list[str]:
+    """A name for each image's outputs: its path below the folder that all share, as one word, such as `scratch_003`.
+
+    Every file system and shell takes the names as names, and no two are the same, even where case does not count.
+    """
+    taken: set[str] = set()
+    return [_unique(_plain(words), taken) for words in _below_common_folder(images)]
+
+
+def _below_common_folder(images: Sequence[Path]) -> list[str]:
+    absolute = [os.path.abspath(image.with_suffix("")) for image in images]  # noqa: PTH100 - Path.absolute keeps ".."
+    try:
+        common = os.path.commonpath([os.path.dirname(path) for path in absolute])  # noqa: PTH120
+    except ValueError:  # nothing given, or drives of Windows
+        return [Path(path).name for path in absolute]
+    return ["_".join(Path(path).relative_to(common).parts) for path in absolute]
+
+
+def _plain(name: str) -> str:
+    """`name` without what some file system or shell reads as something else: separators, leading dots and dashes."""
+    kept = "".join("_" if _is_odd(character) else character for character in name)
+    return kept[-_LONGEST:].strip(" .").lstrip("-") or "image"
+
+
+def _is_odd(character: str) -> bool:
+    return character in _FORBIDDEN or unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while _key(candidate) in taken:
+        count += 1
+        candidate = f"{name}~{count}"
+    taken.add(_key(candidate))
+    return candidate
+
+
+def _key(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

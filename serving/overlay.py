@@ -1,0 +1,108 @@
+"""Pictures of a result: image, reconstruction, anomaly map as heat, mask as a contour, side by side."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mdps.runtime.preprocessing import to_uint8
+
+Unit = NDArray[np.float32]  # [3, H, W], values in [-1, 1]
+Pixels = NDArray[np.uint8]  # [H, W, 3]
+SMALLEST = 256  # small images are enlarged by a whole factor until their shorter side has about so many pixels
+_GAP = 4
+_CONTOUR = (0, 255, 80)
+# Black through red and yellow to white: brighter is worse, also for a reader who sees no colours.
+_HEAT_AT = (0.0, 0.35, 0.7, 1.0)
+_HEAT = ((0.0, 0.0, 0.0), (200.0, 20.0, 20.0), (255.0, 200.0, 0.0), (255.0, 255.0, 255.0))
+
+
+@dataclass(frozen=True)
+class HeatRange:
+    """Map values that are drawn as no heat (`low`) and full heat (`high`)."""
+
+    low: float
+    high: float
+
+    def __call__(self, anomaly_map: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Anomaly map [H, W] in its own unit -> heat [H, W] in [0, 1]."""
+        span = max(self.high - self.low, 1e-12)
+        heat: NDArray[np.float64] = np.clip((anomaly_map.astype(np.float64) - self.low) / span, 0.0, 1.0)
+        return heat
+
+
+def own_range(anomaly_map: NDArray[np.float32]) -> HeatRange:
+    """The range of one map: shows where, not how much; for detectors without a calibration."""
+    return HeatRange(float(anomaly_map.min()), float(anomaly_map.max()))
+
+
+def strip(
+    observation: Unit,
+    posterior_sample: Unit,
+    anomaly_map: NDArray[np.float32],
+    mask: NDArray[np.bool_],
+    heat_range: HeatRange,
+) -> Image.Image:
+    """One picture of four tiles: the image, its reconstruction, the map's heat over the image, the mask's contour.
+
+    Args:
+        observation, posterior_sample: [3, H, W], values in [-1, 1].
+        anomaly_map: [H, W], in the unit of the score.
+        mask: [H, W], True where the part may be anomalous.
+        heat_range: what map values are drawn as no and full heat.
+    """
+    height, width = anomaly_map.shape
+    factor = max(1, round(SMALLEST / min(height, width)))
+    enlarge = _enlarger((width * factor, height * factor))
+    image = enlarge(to_uint8(observation))
+    heat = enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map)))
+    contour = _draw_contour(image, np.kron(mask, np.ones((factor, factor), bool)).astype(bool))
+    return _side_by_side([image, enlarge(to_uint8(posterior_sample)), heat, contour])
+
+
+def png(image: Image.Image) -> bytes:
+    """`image` as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def thumbnail(image: Image.Image, width: int = 520) -> bytes:
+    """`image` made at most `width` pixels wide, as the bytes of a JPEG file."""
+    small = image.convert("RGB")
+    small.thumbnail((width, width))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
+
+
+def _enlarger(size: tuple[int, int]) -> Callable[[Pixels], Pixels]:
+    return lambda pixels: np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
+
+
+def _heat_over(pixels: Pixels, heat: NDArray[np.float64]) -> Pixels:
+    """Mixes the heat's colour into the image made grey and dark: no colour of the part itself looks like heat."""
+    colours = np.stack([np.interp(heat, _HEAT_AT, [stop[c] for stop in _HEAT]) for c in range(3)], axis=-1)
+    grey = pixels.mean(axis=2, keepdims=True) * 0.5
+    share = np.clip(heat * 1.5, 0.0, 0.8)[..., None]
+    return np.rint((1 - share) * grey + share * colours).astype(np.uint8)
+
+
+def _draw_contour(pixels: Pixels, mask: NDArray[np.bool_]) -> Pixels:
+    """Colours the mask's rim: its pixels with a neighbour outside it."""
+    padded = np.pad(mask, 1, mode="edge")
+    inner = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    drawn = pixels.copy()
+    drawn[mask & ~inner] = _CONTOUR
+    return drawn
+
+
+def _side_by_side(tiles: list[Pixels]) -> Image.Image:
+    height, width = tiles[0].shape[:2]
+    sheet = Image.new("RGB", (len(tiles) * width + (len(tiles) - 1) * _GAP, height), "white")
+    for index, tile in enumerate(tiles):
+        sheet.paste(Image.fromarray(tile), (index * (width + _GAP), 0))
+    return sheet

@@ -1,0 +1,156 @@
+"""One HTML file that shows a run: verdicts, scores, pictures and settings, with nothing loaded from anywhere."""
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from PIL import Image
+
+from mdps import __version__
+from mdps.runtime.atomic import write_bytes
+from mdps.serving.folder import overlay_of
+from mdps.serving.histogram import histogram
+from mdps.serving.overlay import thumbnail
+from mdps.serving.rows import Row, writing
+
+MOST_PICTURES = 500
+MOST_ROWS = 10_000
+_VERDICTS = ("fail", "pass", "error")
+
+# The policy lets the page load nothing: what it shows is in it.
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1080px; padding: 0 1rem; color: #222 }}
+h1 {{ font-size: 1.4rem }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top;
+  overflow-wrap: anywhere }}
+th button {{ font: inherit; font-weight: 600; border: 0; background: none; cursor: pointer; padding: 0 }}
+th[aria-sort=ascending] button::after {{ content: " \\25b2" }}
+th[aria-sort=descending] button::after {{ content: " \\25bc" }}
+td img {{ display: block; max-width: 520px; width: 100% }}
+.pass {{ color: #17692d }} .fail {{ color: #b00020; font-weight: 600 }} .error {{ color: #8a5300; font-weight: 600 }}
+.settings td:first-child {{ width: 14rem; color: #555 }}
+svg {{ width: 100%; max-width: 720px; font: 12px system-ui, sans-serif }}
+svg rect {{ fill: #6b8cae }} svg line {{ stroke: #b00020; stroke-width: 2 }}
+</style></head><body>
+"""
+
+_SCRIPT = """<script>
+for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => {
+  const head = button.parentElement, body = document.querySelector("#images tbody"), at = head.cellIndex;
+  const down = head.getAttribute("aria-sort") !== "descending", sign = down ? -1 : 1;
+  for (const other of head.parentElement.children) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  const key = row => row.cells[at].dataset.key ?? row.cells[at].textContent;
+  const numeric = at > 1, number = text => text === "" ? -Infinity : Number(text);
+  const order = (a, b) => numeric ? number(key(a)) - number(key(b)) : key(a).localeCompare(key(b));
+  body.append(...[...body.rows].sort((a, b) => sign * order(a, b)));
+});
+</script>"""
+
+
+def write_report(
+    folder: Path, name: str, rows: Sequence[Row], settings: Mapping[str, str], title: str = "Inspection"
+) -> Path:
+    """Writes `report.html` into `folder`, whose `overlays/` hold the rows' pictures, and returns its path.
+
+    Images are listed from the highest score down, after those that could not be judged. Only the 500 highest have
+    pictures and only 10,000 rows are listed, so that a browser opens the page; it says what it leaves out.
+
+    Args:
+        name: the file's name.
+        settings: what the run was made with (bundle, hashes, samples, ..), shown as it is.
+
+    Raises:
+        MdpsError: the file cannot be written.
+    """
+    path = folder / name
+    page = render(rows, settings, title, lambda row: _picture(folder, row))
+    with writing(path):
+        write_bytes(path, page.encode("utf-8", "replace"))
+    return path
+
+
+def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture: Callable[[Row], str]) -> str:
+    """The page as text; `picture` gives a row's picture as HTML."""
+    ranked = sorted(rows, key=lambda row: (row.verdict != "error", -math.inf if row.score is None else -row.score))
+    threshold = next((row.threshold for row in rows if row.threshold is not None), None)
+    scores = [row.score for row in rows if row.score is not None]
+    parts = [
+        _HEAD.format(title=escape(title)),
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{_counts(rows)}</p>",
+        histogram(scores, threshold),
+        *(f"<p><em>{note}</em></p>" for note in _left_out(rows)),
+        _table(ranked[:MOST_ROWS], picture),
+        _settings({**settings, "mdps": __version__}),
+        _SCRIPT,
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    counted = {verdict: sum(row.verdict == verdict for row in rows) for verdict in _VERDICTS}
+    parts = [f'<span class="{verdict}">{count} {verdict}</span>' for verdict, count in counted.items() if count]
+    unjudged = len(rows) - sum(counted.values())
+    if unjudged:
+        parts.append(f"{unjudged} without verdict")
+    return f"{len(rows)} images: {', '.join(parts)}" if parts else "0 images"
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    scored = sum(row.score is not None for row in rows)
+    notes = []
+    if scored > MOST_PICTURES:
+        notes.append(f"Only the {MOST_PICTURES} images with the highest scores, of {scored}, are shown with pictures.")
+    if len(rows) > MOST_ROWS:
+        notes.append(f"Only {MOST_ROWS} of {len(rows)} images are listed; results.csv has all.")
+    return notes
+
+
+def _table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
+    heads = "".join(f"<th><button>{name}</button></th>" for name in ("path", "verdict", "score", "ms"))
+    body, pictures = [], 0
+    for row in ranked:
+        show = row.map is not None and pictures < MOST_PICTURES
+        pictures += show
+        body.append(_row(row, picture(row) if show else ""))
+    caption = "<p>Each picture: image, reconstruction, anomaly map, mask.</p>" if pictures else ""
+    return f'{caption}<table id="images"><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(body)}</tbody></table>'
+
+
+def _row(row: Row, picture: str) -> str:
+    verdict = row.verdict or ""
+    return (
+        f"<tr><td>{_text(row.path)}</td><td class='{verdict}'>{verdict}</td>"
+        f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{_text(row.error or '')}</td></tr>\n"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return '<td data-key=""></td>' if value is None else f'<td data-key="{value!r}">{value:{form}}</td>'
+
+
+def _text(text: str) -> str:
+    """Escaped, and with bytes that are no text (names of files may have them) as question marks."""
+    return escape(text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def _settings(settings: Mapping[str, str]) -> str:
+    lines = "".join(f"<tr><td>{escape(key)}</td><td>{_text(value)}</td></tr>" for key, value in settings.items())
+    return f'<h2>Settings</h2><table class="settings">{lines}</table>'
+
+
+def _picture(folder: Path, row: Row) -> str:
+    with Image.open(folder / str(overlay_of(row))) as image:
+        data = base64.b64encode(thumbnail(image)).decode("ascii")
+    return f'<img alt="" loading="lazy" src="data:image/jpeg;base64,{data}">'

@@ -1,0 +1,96 @@
+"""One row an image: what a run says of it, as JSON and CSV, on disk as soon as it is known."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from mdps.runtime.errors import MdpsError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image of a run.
+
+    `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
+    without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
+    and judge the image, an equal share where a batch was judged at once.
+    """
+
+    path: str
+    score: float | None = None
+    threshold: float | None = None
+    verdict: str | None = None
+    map: str | None = None
+    ms: float | None = None
+    error: str | None = None
+
+    def to_json(self) -> str:
+        """The row as one line of JSON, all ASCII, so that a name of any bytes passes through any pipe."""
+        return json.dumps(asdict(self))
+
+    def to_csv(self) -> str:
+        """The row as one line of CSV; what is not known stays empty."""
+        return _csv_line(list(asdict(self).values()))
+
+
+CSV_HEADER = [field.name for field in fields(Row)]
+
+
+def _csv_line(values: list[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(["" if value is None else value for value in values])
+    return line.getvalue()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a write that fails (full disk, no permission) into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MdpsError(f"{path} cannot be written: {reason}; free the disk or choose another --out") from error
+
+
+class RowFile:
+    """A text file that grows by whole lines: a run that is killed, or finds the disk full, leaves no broken one."""
+
+    def __init__(self, path: Path, header: str = "") -> None:
+        self._path = path
+        with writing(path):
+            self._file: BinaryIO = path.open("wb", buffering=0)  # type: ignore[assignment]
+        if header:
+            self.append(header)
+
+    def append(self, line: str) -> None:
+        """Adds `line`, which ends with a newline, in one write.
+
+        Raises:
+            MdpsError: the disk took only a part of the line; that part is cut off again.
+        """
+        data = line.encode("utf-8", "surrogateescape")
+        start = self._file.tell()
+        with writing(self._path):
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError:
+                os.ftruncate(self._file.fileno(), start)
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def open_rows(folder: Path) -> tuple[RowFile, RowFile]:
+    """Starts `results.jsonl` and `results.csv` in `folder`."""
+    return RowFile(folder / "results.jsonl"), RowFile(folder / "results.csv", _csv_line([*CSV_HEADER]))
