@@ -1,0 +1,112 @@
+"""What a training run is made of, and the two recipes: the paper's, and one for small networks and short runs."""
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from mdps.models.unet import UNetConfig
+from mdps.runtime.errors import UsageError
+
+
+def paper_network(image_size: int = 256, base: int = 64) -> UNetConfig:
+    """The authors' U-Net (33 M parameters at the defaults): attention at 32, 16 and 8 pixels of 256, four heads."""
+    return UNetConfig(image_size=image_size, model_channels=base)
+
+
+def small_network(image_size: int = 64, base: int = 32, mult: tuple[int, ...] = (1, 2, 2, 2)) -> UNetConfig:
+    """A U-Net for 64 x 64 (1.9 M parameters at the defaults): one residual block a level, attention at the deepest."""
+    if base % 32:
+        raise UsageError(f"a base width of {base} does not divide into groups of normalisation; use a multiple of 32")
+    return UNetConfig(
+        image_size=image_size,
+        model_channels=base,
+        channel_mult=mult,
+        num_res_blocks=1,
+        attention_factors=(8,),
+        num_head_channels=32,
+        scale_shift_norm=True,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Settings of one run; the defaults are the paper's where it states them (section "Implementation details").
+
+    `low_share` of the timesteps are drawn below `low_limit`, where sampling starts; the others from all of them.
+    `minutes` ends the run early and bends the learning rate's decay to end with it.
+    """
+
+    network: UNetConfig = field(default_factory=paper_network)
+    steps: int = 50_000
+    batch: int = 8
+    optimizer: Literal["adam", "adamw"] = "adam"
+    learning_rate: float = 1e-4
+    weight_decay: float = 5e-2  # added to the gradient by adam, taken from the weights by adamw
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    ema: float = 0.9999
+    low_share: float = 0.0
+    low_limit: int = 260
+    flip_horizontal: bool = False
+    flip_vertical: bool = False
+    shift: int = 0  # images are moved by up to so many pixels, their edges mirrored
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    seed: int = 0
+    minutes: float | None = None
+    log_every: int = 100
+    checkpoint_every: int = 1000
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot be meant, with a UsageError that names the setting."""
+        positive = ("steps", "batch", "learning_rate", "log_every", "checkpoint_every")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name, low, high in (("ema", 0, 1), ("low_share", 0, 1), ("low_limit", 1, 1000)):
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
+        for name in ("weight_decay", "warmup", "shift"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.minutes is not None and self.minutes <= 0:
+            raise UsageError(f"minutes is {self.minutes}; it must be positive")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"network": self.network.to_json()}
+
+    @classmethod
+    def from_json(cls, obj: dict[str, Any]) -> "TrainingConfig":
+        """Inverse of `to_json`; an unknown field is a UsageError that names it."""
+        unknown = set(obj) - {f.name for f in fields(cls)}
+        if unknown:
+            raise UsageError(f"unknown training setting {sorted(unknown)[0]!r}")
+        return cls(**(obj | {"network": UNetConfig.from_json(obj["network"])}))
+
+
+def paper_recipe(network: UNetConfig | None = None) -> TrainingConfig:
+    """Adam 1e-4 with weight decay 5e-2 added to the gradient, batch 8, constant learning rate."""
+    return TrainingConfig(network=network or paper_network())
+
+
+def small_recipe(network: UNetConfig | None = None) -> TrainingConfig:
+    """AdamW 4e-4 decaying to zero, EMA 0.999, 70 % of the timesteps below 260: good after a few thousand steps."""
+    return replace(
+        TrainingConfig(network=network or small_network()),
+        steps=4000,
+        optimizer="adamw",
+        learning_rate=4e-4,
+        weight_decay=1e-2,
+        decay="cosine",
+        warmup=100,
+        ema=0.999,
+        low_share=0.7,
+    )
+
+
+def rate_factor(config: TrainingConfig, step: int, progress: float) -> float:
+    """Share of the learning rate to use at `step` (from 0) when `progress` in [0, 1] of the run is over."""
+
+    ramp = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    falls = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return ramp * falls[config.decay]

@@ -1,0 +1,118 @@
+"""Everything a run must remember to go on as if it had never stopped, and its checkpoint file."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mdps.models.unet import AttentionBlock, ResBlock, UNet
+from mdps.runtime import atomic
+from mdps.runtime.errors import UsageError
+from mdps.training.config import TrainingConfig
+
+# These say how to run, not what comes out; a run may be continued with others.
+FREE_SETTINGS = ("log_every", "checkpoint_every", "compile")
+
+
+class TrainingState:
+    """Network, moving average, optimizer, random numbers, steps done and seconds spent."""
+
+    def __init__(self, config: TrainingConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        torch.manual_seed(config.seed)
+        self.network = silence_residuals(UNet(config.network)).to(device)
+        self.ema = UNet(config.network).to(device).eval().requires_grad_(False)
+        self.ema.load_state_dict(self.network.state_dict())
+        self.optimizer = _optimizer(config, self.network, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self.rng = np.random.default_rng(config.seed)
+        self.step = 0
+        self.seconds = 0.0
+
+    def follow(self) -> None:
+        """Move the average towards the network; faster in the first steps, when there is little to average."""
+        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
+        averages: list[torch.Tensor] = list(self.ema.parameters())
+        weights: list[torch.Tensor] = [weight.detach() for weight in self.network.parameters()]
+        torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """Write the checkpoint under a temporary name and rename it; it loads with `weights_only=True`."""
+        content = {
+            "config": json.dumps(self.config.to_json()),
+            "images": fingerprint,
+            "step": self.step,
+            "seconds": self.seconds,
+            "network": self.network.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": json.dumps(self.rng.bit_generator.state),
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        atomic.write_bytes(path, buffer.getvalue())
+
+    def restore(self, path: Path, fingerprint: str) -> None:
+        """Take over a checkpoint; UsageError if it cannot be read or its settings or images are not this run's."""
+        content = _read(path)
+        _same_settings(path, json.loads(content["config"]), self.config.to_json())
+        if content["images"] != fingerprint:
+            raise UsageError(f"{path} was trained on other images; give the same ones, or another folder for the run")
+        self.step, self.seconds = content["step"], content["seconds"]
+        self.network.load_state_dict(content["network"])
+        self.ema.load_state_dict(content["ema"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        if content["scaler"]:
+            self.scaler.load_state_dict(content["scaler"])
+        self.rng.bit_generator.state = json.loads(content["rng"])
+        torch.set_rng_state(content["torch_rng"])
+        if self.device.type == "cuda" and content["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(content["cuda_rng"], self.device)
+
+
+def silence_residuals(network: UNet) -> UNet:
+    """Zero the last layer of every residual branch and of the network: a fresh network predicts zero (ADM's start)."""
+    last: list[nn.Module] = [network.out[-1]]
+    last += [m.out_layers[-1] for m in network.modules() if isinstance(m, ResBlock)]
+    last += [m.proj_out for m in network.modules() if isinstance(m, AttentionBlock)]
+    for parameter in (p for module in last for p in module.parameters()):
+        nn.init.zeros_(parameter)
+    return network
+
+
+def _optimizer(config: TrainingConfig, network: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kind = kinds[config.optimizer]
+    return kind(
+        network.parameters(),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        fused=device.type == "cuda",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
+        raise UsageError(f"{path} cannot be read as a training checkpoint ({type(error).__name__})") from error
+    missing = {"config", "images", "step", "network", "ema", "optimizer"} - set(content)
+    if missing:
+        raise UsageError(f"{path} is no training checkpoint: it lacks {sorted(missing)[0]!r}")
+    return content
+
+
+def _same_settings(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name in sorted(set(theirs) | set(ours)):
+        if name not in FREE_SETTINGS and theirs.get(name) != ours.get(name):
+            raise UsageError(
+                f"{path} was begun with {name} = {theirs.get(name)}, not {ours.get(name)}; "
+                "continue with the same settings, or choose another folder for the run"
+            )
