@@ -1,0 +1,175 @@
+"""Masked Diffusion Posterior Sampling in plain torch, written for reading: the reference every backend is compared with.
+
+Imports nothing of `runtime/` and computes its own schedule, so that parity is never a thing against itself. Equations
+and the algorithm are those of "Unsupervised Anomaly Detection via Masked Diffusion Posterior Sampling" (Wu et al., 2024).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Eps = Callable[[Tensor, Tensor], Tensor]
+"""eps_theta(x_t [B, 3, H, W], timestep []) -> [B, 3, H, W]."""
+Features = Callable[[Tensor], Sequence[Tensor]]
+"""Stage features of images [B, 3, H, W] in [-1, 1]."""
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What the paper leaves to choose. The defaults are `paper` mode; `reference()` is what the authors' code does."""
+
+    alphas_cumprod: Tensor  # float64 [1000]
+    reference: bool = False
+    noise_level: int = 200  # T
+    steps: int = 10  # N
+    skip: int = 20  # reference mode: the distance of the called timesteps
+    guidance_scale: float = 100.0  # rho, w
+    squared_norm: bool = False
+    use_jacobian: bool = True
+    eta_ddim: float = 1.0
+    eta: float = 0.3
+    mask_lambda: float = 0.1
+    top: int = 500  # S
+    pixel_term: bool = True
+    feature_term: bool = True
+
+    def with_pass(self, noise_level: int, guidance_scale: float) -> "Oracle":
+        return replace(self, noise_level=noise_level, guidance_scale=guidance_scale)
+
+
+def linear_schedule(steps: int = 1000, start: float = 1e-4, end: float = 0.02) -> Tensor:
+    """alpha-bar of the linear schedule, float64 [steps]; entry t has t + 1 factors."""
+    return torch.cumprod(1 - torch.linspace(start, end, steps, dtype=torch.float64), dim=0)
+
+
+def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
+    """alpha of the first x_t, then (timestep given to the network, alpha_t, alpha_s) for every step."""
+    alpha = oracle.alphas_cumprod.tolist()
+    if oracle.reference:
+        called = list(range(0, oracle.noise_level, oracle.skip))
+        after = [1.0] + [alpha[t] for t in called[:-1]]
+        return alpha[oracle.noise_level], [(t, alpha[t], s) for t, s in reversed(list(zip(called, after, strict=True)))]
+    alpha = [1.0, *alpha]  # alpha(0) = 1; the network was trained on 0..999, so time t is its t - 1
+    edges = [oracle.noise_level * n // oracle.steps for n in range(oracle.steps, -1, -1)]
+    return alpha[edges[0]], [(t - 1, alpha[t], alpha[s]) for t, s in zip(edges, edges[1:], strict=False)]
+
+
+def guidance_gradient(eps: Eps, x_t: Tensor, y: Tensor, timestep: int, a: float, oracle: Oracle) -> tuple[Tensor, Tensor]:
+    """eps_theta and the gradient of ||y - x0_hat|| (eqn. 16; squared on request) by x_t, each image alone."""
+    x_t = x_t.detach().requires_grad_()
+    with torch.enable_grad():
+        e = eps(x_t, torch.tensor(float(timestep)))
+        x0_hat = (x_t - math.sqrt(1 - a) * (e if oracle.use_jacobian else e.detach())) / math.sqrt(a)  # eqn. 13
+        square = (y - x0_hat).square().sum(dim=(1, 2, 3))
+        distance = square if oracle.squared_norm else torch.where(square > 0, square, 1.0).sqrt() * (square > 0)
+        gradient = torch.autograd.grad(distance.sum(), x_t)[0]
+    return e.detach(), gradient
+
+
+def posterior_sampling(
+    eps: Eps, y: Tensor, mask: Tensor, first_noise: Tensor, step_noise: Sequence[Tensor], oracle: Oracle
+) -> Iterator[Tensor]:
+    """Algorithm 1: yields x_T, then x_s after every step; the last one is the normal image x_0.
+
+    y [B, 3, H, W] in [-1, 1]; mask [B, 1, H, W], 1 where anomalous; noises like y. In reference mode x_t is replaced
+    outside the mask before each call by y under the first noise; in paper mode eps is blended (eqn. 18).
+    """
+    a, steps = times(oracle)
+    x_t = math.sqrt(a) * y + math.sqrt(1 - a) * first_noise  # lines 1, 2
+    yield x_t
+    for (timestep, a, a_s), noise in zip(steps, step_noise, strict=False):  # lines 3, 4
+        if oracle.reference:
+            x_t = mask * x_t + (1 - mask) * (math.sqrt(a) * y + math.sqrt(1 - a) * first_noise)
+        if oracle.guidance_scale == 0:
+            e = eps(x_t, torch.tensor(float(timestep)))
+        else:
+            e, gradient = guidance_gradient(eps, x_t, y, timestep, a, oracle)  # line 5
+            e = e + oracle.guidance_scale * math.sqrt(1 - a) * gradient  # line 6
+        if not oracle.reference:
+            e = (1 - mask) * (x_t - math.sqrt(a) * y) / math.sqrt(1 - a) + mask * e  # lines 7, 8
+        x0 = (x_t - math.sqrt(1 - a) * e) / math.sqrt(a)  # line 9
+        sigma = oracle.eta_ddim * math.sqrt((1 - a_s) / (1 - a)) * math.sqrt(1 - a / a_s)
+        x_t = math.sqrt(a_s) * x0 + math.sqrt(max(1 - a_s - sigma**2, 0.0)) * e + sigma * noise  # lines 10, 11
+        yield x_t
+
+
+def difference(y: Tensor, x0: Tensor, features_y: Sequence[Tensor], features_x0: Sequence[Tensor], oracle: Oracle) -> Tensor:
+    """D(x0, y), eqn. 20: [B, 1, H, W]. In reference mode the authors' normalisation, pooling and smoothing."""
+    size = (int(y.shape[-2]), int(y.shape[-1]))
+    feature = torch.zeros_like(y[:, :1])
+    if oracle.feature_term:
+        for fy, fx in zip(features_y, features_x0, strict=True):
+            if oracle.reference:
+                fy, fx = (F.avg_pool2d(f, 3, stride=1, padding=1) for f in (fy, fx))
+            distance = 1 - F.cosine_similarity(fx, fy, dim=1).unsqueeze(1)
+            feature = feature + F.interpolate(distance, size, mode="bilinear", align_corners=oracle.reference)
+    pixel = oracle.eta * _pixel_distance(y, x0, feature, oracle) if oracle.pixel_term else torch.zeros_like(feature)
+    return _smooth(feature + pixel) / 2 if oracle.reference else feature + pixel
+
+
+def _pixel_distance(y: Tensor, x0: Tensor, feature: Tensor, oracle: Oracle) -> Tensor:
+    if not oracle.reference:
+        return (y - x0).abs().sum(dim=1, keepdim=True)
+    std = torch.tensor(IMAGENET_STD).reshape(1, 3, 1, 1)
+    pixel = ((y - x0) / 2 / std).abs().mean(dim=1, keepdim=True)
+    largest = pixel.amax(dim=(1, 2, 3), keepdim=True)
+    ratio = feature.amax(dim=(1, 2, 3), keepdim=True) / torch.where(largest > 0, largest, 1.0)
+    return pixel * ratio if oracle.feature_term else pixel
+
+
+def _smooth(image: Tensor, sigma: float = 4.0, kernel: int = 33) -> Tensor:
+    offsets = torch.arange(kernel, dtype=torch.float32) - kernel // 2
+    weights = torch.exp(-(offsets**2) / (2 * sigma**2))
+    weights = weights / weights.sum()
+    image = F.pad(image, [kernel // 2] * 4, mode="reflect")
+    return F.conv2d(F.conv2d(image, weights.reshape(1, 1, -1, 1)), weights.reshape(1, 1, 1, -1))
+
+
+def image_score(anomaly_map: Tensor, oracle: Oracle) -> Tensor:
+    """[B]: the mean of the S largest map values (paper); sum of the S largest of a softmax over pixels (reference)."""
+    values = anomaly_map.flatten(1)
+    if oracle.reference:
+        return torch.softmax(values, dim=1).topk(oracle.top).values.sum(dim=1)
+    return values.topk(oracle.top).values.mean(dim=1)
+
+
+def mask_of(anomaly_map: Tensor, oracle: Oracle, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    """eqn. 22: 1 where the map exceeds min + lambda (max - min), of each image itself unless a range is given."""
+    low = anomaly_map.amin(dim=(1, 2, 3), keepdim=True) if low is None else low
+    high = anomaly_map.amax(dim=(1, 2, 3), keepdim=True) if high is None else high
+    return (anomaly_map > low + oracle.mask_lambda * (high - low)).float()
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noises of one pass: `first` [B N_s, 3, H, W], `steps` a sequence of the same shape."""
+
+    first: Tensor
+    steps: Sequence[Tensor]
+
+
+def mdps(
+    eps: Eps, features: Features, y: Tensor, passes: Sequence[tuple[Oracle, Noise]]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The whole method: every pass samples under the mask the one before it made (1 everywhere at first).
+
+    Returns anomaly map [B, 1, H, W], score [B], the last mask used, the posterior samples of every pass (image-major).
+    """
+    next_mask, features_y, samples = torch.ones_like(y[:, :1]), features(y), []
+    for oracle, noise in passes:
+        mask = next_mask
+        count = noise.first.shape[0] // y.shape[0]
+        many_y, many_mask = y.repeat_interleave(count, dim=0), mask.repeat_interleave(count, dim=0)
+        *_, x0 = posterior_sampling(eps, many_y, many_mask, noise.first, noise.steps, oracle)
+        repeated = [f.repeat_interleave(count, dim=0) for f in features_y]
+        differences = difference(many_y, x0, repeated, features(x0), oracle)
+        anomaly_map = differences.reshape(y.shape[0], count, 1, *y.shape[-2:]).mean(dim=1)  # eqn. 21
+        next_mask = mask_of(anomaly_map, oracle)
+        samples.append(x0)
+    return anomaly_map, image_score(anomaly_map, passes[-1][0]), mask, samples
