@@ -1,0 +1,144 @@
+"""Threshold, mask range and map range of a product, from images of good parts only."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import BackendError, CalibrationError, require
+from mdps.runtime.preprocessing import Picture
+from mdps.runtime.records import Record
+
+if TYPE_CHECKING:
+    from mdps.runtime.detector import Detector
+
+
+class CalibrationWarning(UserWarning):
+    """The calibration is usable, but says less than was asked for."""
+
+
+@dataclass(frozen=True)
+class Calibration(Record):
+    """What good parts look like to one detector.
+
+    A score above `threshold` is a "fail". `false_alarm_rate` was asked for; `expected_false_alarm_rate` is what
+    `images` good images can promise. `mask_low` and `mask_high` bound the maps of the first pass (the frozen mask
+    range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` is a
+    warning sentence or empty.
+    """
+
+    threshold: float
+    false_alarm_rate: float
+    expected_false_alarm_rate: float
+    images: int
+    mask_low: float
+    mask_high: float
+    map_low: float
+    map_high: float
+    samples: int
+    seed: int
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")
+        require(self.images >= 1, "a calibration needs at least one image")
+        require(self.mask_low <= self.mask_high, "mask_low should not exceed mask_high")
+        require(self.map_low <= self.map_high, "map_low should not exceed map_high")
+
+    @property
+    def mask_range(self) -> tuple[float, float]:
+        """Low and high of the frozen mask range."""
+        return (self.mask_low, self.mask_high)
+
+
+def good_threshold(scores: NDArray[np.float32], false_alarm_rate: float) -> tuple[float, float]:
+    """Threshold from scores [n] of good images, and the false-alarm rate it promises.
+
+    The k-th smallest of n scores, k = ceil((n + 1)(1 - rate)), is exceeded by the next good image with a probability of
+    at most 1 - k / (n + 1) whatever the distribution (split conformal prediction). With too few images for the rate
+    (k > n) it is the largest score, which promises 1 / (n + 1) only. CalibrationError where a score is no number.
+    """
+    if not len(scores) or not np.isfinite(scores).all():
+        raise CalibrationError("a threshold needs at least one score, and every score a finite number")
+    count = len(scores)
+    # The small number keeps a product like 20 * 0.95, which is 19.000000000000004 or so, from counting as 20.
+    rank = min(count, math.ceil((count + 1) * (1 - false_alarm_rate) - 1e-9))
+    rank = max(rank, 1)
+    return float(np.sort(scores)[rank - 1]), 1 - rank / (count + 1)
+
+
+def calibrate(
+    detector: "Detector", images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8
+) -> Calibration:
+    """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
+
+    With a frozen mask range the range is measured first, over the first pass of all images. Raises ImageError for an
+    image that cannot be read, CalibrationError without images, UsageError for a rate outside (0, 1); warns with
+    CalibrationWarning where there are too few images for the rate.
+    """
+    require(0 < false_alarm_rate < 1, f"the false-alarm rate {false_alarm_rate} should lie between 0 and 1")
+    pictures = list(images)
+    if not pictures:
+        raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
+    settings = detector.settings
+    frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
+    scores: list[NDArray[np.float32]] = []
+    first, last = _Range(), _Range()
+    for observations in _batches(detector, pictures, batch):
+        found = detector.inspect(observations, mask_range=frozen)
+        scores.append(found.anomaly_score)
+        first.add(found.first_map)
+        last.add(found.anomaly_map)
+    threshold, expected = good_threshold(np.concatenate(scores), false_alarm_rate)
+    return Calibration(
+        threshold=threshold,
+        false_alarm_rate=false_alarm_rate,
+        expected_false_alarm_rate=expected,
+        images=len(pictures),
+        mask_low=first.low,
+        mask_high=first.high,
+        map_low=last.low,
+        map_high=last.high,
+        samples=settings.sampler.samples,
+        seed=settings.sampler.seed,
+        note=_warn_if_few(len(pictures), false_alarm_rate, expected),
+    )
+
+
+@dataclass
+class _Range:
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        if not np.isfinite(values).all():
+            raise BackendError("an anomaly map of a calibration image holds NaN or infinite values")
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+
+
+def _batches(detector: "Detector", pictures: list[Picture], batch: int) -> Iterator[NDArray[np.float32]]:
+    for start in range(0, len(pictures), batch):
+        yield np.stack([detector.preprocessing(picture) for picture in pictures[start : start + batch]])
+
+
+def _first_pass_range(detector: "Detector", pictures: list[Picture], batch: int) -> tuple[float, float]:
+    found = _Range()
+    for observations in _batches(detector, pictures, batch):
+        found.add(detector.first_maps(observations))
+    return (found.low, found.high)
+
+
+def _warn_if_few(count: int, asked: float, expected: float) -> str:
+    if expected <= asked + 1e-9:
+        return ""
+    needed = math.ceil(1 / asked - 1e-9) - 1
+    note = (
+        f"{count} good images can promise a false-alarm rate of {expected:.3g} only, not {asked:.3g}: "
+        f"calibrate on at least {needed}"
+    )
+    warnings.warn(note, CalibrationWarning, stacklevel=3)
+    return note

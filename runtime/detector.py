@@ -1,0 +1,223 @@
+"""The detector: pictures in, verdicts out."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.errors import BackendError, ImageError, require
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.pictures import describe
+from mdps.runtime.pipeline import Inspection, Pipeline
+from mdps.runtime.preprocessing import Picture
+from mdps.runtime.settings import Settings
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the detector says of one picture.
+
+    `verdict` is "fail" where `score` exceeds `threshold`; both it and the threshold are None without a calibration.
+    `anomaly_map` [H, W] float32, larger is more anomalous; `mask` [H, W] bool, the mask of the method, made from the
+    first pass's map; `posterior_sample` (the first) and `observation` [3, H, W] float32 in [-1, 1]; `times` in ms:
+    preprocess, first_pass, masked_pass, score, total (in a batch: the batch's time divided by its images).
+    """
+
+    score: float
+    threshold: float | None
+    verdict: Literal["pass", "fail"] | None
+    anomaly_map: NDArray[np.float32]
+    mask: NDArray[np.bool_]
+    posterior_sample: NDArray[np.float32]
+    observation: NDArray[np.float32]
+    times: dict[str, float]
+
+
+class Detector:
+    """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        pipeline: Pipeline,
+        calibration: Calibration | None = None,
+        *,
+        product: str = "default",
+        max_batch: int = 8,
+    ) -> None:
+        require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
+        self.manifest, self.calibration, self.product = manifest, calibration, product
+        self.preprocessing = manifest.preprocessing
+        self._pipeline: Pipeline | None = pipeline
+        self._settings = pipeline.settings
+        self._images_at_once = max(1, max_batch // pipeline.settings.sampler.samples)
+        self._lock = threading.Lock()
+
+    @property
+    def settings(self) -> Settings:
+        """The bundle's settings with the samples and seed this detector was loaded with."""
+        return self._settings
+
+    @property
+    def provenance(self) -> dict[str, object]:
+        """What a stored result should carry: checkpoint, settings, calibration and versions."""
+        return {
+            "bundle": self.manifest.name,
+            "checkpoint": self.manifest.checkpoint.to_json(),
+            "settings": self._settings.to_json(),
+            "product": self.product,
+            "calibration": self.calibration.to_json() if self.calibration else None,
+            "versions": dict(self.manifest.versions),
+        }
+
+    def __call__(self, image: Picture) -> Result:
+        """Judge one picture (see `Picture`). ImageError for the picture, BackendError for the engine."""
+        return self.batch([image])[0]
+
+    def batch(self, images: Sequence[Picture]) -> list[Result]:
+        """Judge several pictures; each result is what the picture alone would get. The first bad picture raises."""
+        if not images:
+            return []
+        start = time.perf_counter()
+        observations = np.stack([self._observe(image) for image in images])
+        preprocess = (time.perf_counter() - start) * 1000
+        found = self.inspect(observations)
+        times = {"preprocess": preprocess, **found.times}
+        times["total"] = (time.perf_counter() - start) * 1000
+        each = {name: value / len(images) for name, value in times.items()}
+        return [self._result(found, observations, index, each) for index in range(len(images))]
+
+    def inspect(
+        self, observations: NDArray[np.float32], *, mask_range: tuple[float, float] | None = None
+    ) -> Inspection:
+        """The arrays behind a result, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
+
+        Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
+        frozen and not known, BackendError where the engine fails or gives NaN.
+        """
+        self._check(observations)
+        # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
+        if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
+            mask_range = self.calibration.mask_range
+        chunks = self._chunks(observations)
+        with self._lock:
+            pipeline = self._open_pipeline()
+            return _join([pipeline.inspect(chunk, mask_range) for chunk in chunks])
+
+    def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
+        self._check(observations)
+        chunks = self._chunks(observations)
+        with self._lock:
+            pipeline = self._open_pipeline()
+            return np.concatenate([pipeline.first_maps(chunk) for chunk in chunks])
+
+    def warm_up(self) -> None:
+        """Run one grey image through everything, so that the first real one costs no more than the others."""
+        grey = np.zeros((1, 3, *self.preprocessing.network_size), dtype=np.float32)
+        self.inspect(grey, mask_range=(0.0, 1.0))
+
+    def close(self) -> None:
+        """Free the engines, after a call that is running; a later call is a BackendError."""
+        with self._lock:
+            if self._pipeline is not None:
+                self._pipeline.close()
+            self._pipeline = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            raise BackendError("this detector was closed: load the bundle again")
+        return self._pipeline
+
+    def _observe(self, image: Picture) -> NDArray[np.float32]:
+        try:
+            return self.preprocessing(image)
+        except MemoryError as error:
+            raise ImageError(f"{describe(image)} does not fit into memory") from error
+
+    def _chunks(self, observations: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        size = self._images_at_once
+        return [observations[start : start + size] for start in range(0, len(observations), size)]
+
+    def _check(self, observations: NDArray[np.float32]) -> None:
+        wanted = (3, *self.preprocessing.network_size)
+        if observations.ndim != 4 or observations.shape[1:] != wanted or not len(observations):
+            raise ImageError(
+                f"observations should be [B, {', '.join(map(str, wanted))}], these are {list(observations.shape)}"
+            )
+        if observations.dtype != np.float32:
+            raise ImageError(f"observations should be float32 in [-1, 1], these are {observations.dtype}")
+        if not np.isfinite(observations).all():
+            raise ImageError("observations hold NaN or infinite values")
+
+    def _result(
+        self, found: Inspection, observations: NDArray[np.float32], index: int, times: dict[str, float]
+    ) -> Result:
+        score = float(found.anomaly_score[index])
+        threshold = self.calibration.threshold if self.calibration else None
+        verdict: Literal["pass", "fail"] | None = None
+        if threshold is not None:
+            verdict = "fail" if score > threshold else "pass"
+        return Result(
+            score=score,
+            threshold=threshold,
+            verdict=verdict,
+            anomaly_map=found.anomaly_map[index, 0],
+            mask=found.mask[index, 0] > 0.5,
+            posterior_sample=found.posterior_samples[index * self._settings.sampler.samples],
+            observation=observations[index],
+            times=dict(times),
+        )
+
+
+def _join(parts: list[Inspection]) -> Inspection:
+    if len(parts) == 1:
+        return parts[0]
+    return Inspection(
+        anomaly_map=np.concatenate([part.anomaly_map for part in parts]),
+        anomaly_score=np.concatenate([part.anomaly_score for part in parts]),
+        mask=np.concatenate([part.mask for part in parts]),
+        first_map=np.concatenate([part.first_map for part in parts]),
+        posterior_samples=np.concatenate([part.posterior_samples for part in parts]),
+        times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
+    )
+
+
+def load(
+    path: Path | str,
+    *,
+    product: str = "default",
+    provider: str = "cpu",
+    threads: int | None = None,
+    samples: int | None = None,
+    seed: int | None = None,
+    calibrated: bool = True,
+    max_batch: int = 8,
+    warm_up: bool = True,
+) -> Detector:
+    """Load a bundle; see `mdps.runtime.loading.load`, which this is."""
+    from mdps.runtime.loading import load as load_bundle
+
+    return load_bundle(
+        path,
+        product=product,
+        provider=provider,
+        threads=threads,
+        samples=samples,
+        seed=seed,
+        calibrated=calibrated,
+        max_batch=max_batch,
+        warm_up=warm_up,
+    )

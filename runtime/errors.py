@@ -1,0 +1,35 @@
+"""What can go wrong, as one sentence a user can act on; `exit_code` is the code the command line leaves with."""
+
+
+class MdpsError(Exception):
+    """Base of every error this project raises on purpose; its text is one sentence for the user."""
+
+    exit_code = 1
+
+
+class UsageError(MdpsError):
+    """Wrong arguments, paths or options."""
+
+    exit_code = 2
+
+
+class BundleError(UsageError):
+    """A bundle that is missing, damaged, or made by another version."""
+
+
+class CalibrationError(UsageError):
+    """A verdict or a frozen mask range was asked of a bundle that was not calibrated for it."""
+
+
+class ImageError(MdpsError):
+    """An image that cannot be read, or is not what the detector takes."""
+
+
+class BackendError(MdpsError):
+    """The engine library is missing, refuses a graph or provider, or computed something that is no number."""
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raise UsageError with `sentence` unless `condition` holds."""
+    if not condition:
+        raise UsageError(sentence)

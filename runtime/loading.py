@@ -1,0 +1,126 @@
+"""Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.detector import Detector
+from mdps.runtime.errors import BundleError, CalibrationError, require
+from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.noise import NoiseBank
+from mdps.runtime.pipeline import Pipeline
+from mdps.runtime.sampler import StepSessions
+from mdps.runtime.schedule import plan_steps
+from mdps.runtime.session import ChunkedSession, Session, open_session
+from mdps.runtime.settings import Settings
+
+
+def load(
+    path: Path | str,
+    *,
+    product: str = "default",
+    provider: str = "cpu",
+    threads: int | None = None,
+    samples: int | None = None,
+    seed: int | None = None,
+    calibrated: bool = True,
+    max_batch: int = 8,
+    warm_up: bool = True,
+) -> Detector:
+    """Load the bundle in folder `path`, check every file's hash, and run one image to warm up.
+
+    `samples` (N_s) and `seed` override the bundle's; at most `max_batch` posterior samples are computed at once. With
+    `calibrated` the product must have a calibration made with the same number of samples. Raises BundleError,
+    CalibrationError (both are UsageErrors) or BackendError.
+    """
+    path = Path(path)
+    require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
+    manifest = Manifest.read(path)
+    settings = _override(manifest.settings, samples, seed)
+    for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
+        plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
+    calibration = _calibration(path, manifest, product, settings) if calibrated else None
+    with ExitStack() as opened:
+        pipeline = _Opener(path, manifest, settings, provider, threads, max_batch, opened).pipeline()
+        detector = Detector(manifest, pipeline, calibration, product=product, max_batch=max_batch)
+        if warm_up:
+            detector.warm_up()
+        opened.pop_all()  # only a failure above closes what was opened
+    return detector
+
+
+def _override(settings: Settings, samples: int | None, seed: int | None) -> Settings:
+    sampler = settings.sampler
+    sampler = replace(sampler, samples=sampler.samples if samples is None else samples)
+    sampler = replace(sampler, seed=sampler.seed if seed is None else seed)
+    return replace(settings, sampler=sampler)
+
+
+def _calibration(path: Path, manifest: Manifest, product: str, settings: Settings) -> Calibration:
+    calibration = manifest.calibrations.get(product)
+    option = "" if product == "default" else f" --product {product}"
+    command = f"run `mdps calibrate {path} GOOD_FOLDER{option}`"
+    if calibration is None:
+        known = f" (it has {', '.join(manifest.calibrations)})" if manifest.calibrations else ""
+        raise CalibrationError(f"{path} has no calibration for the product {product!r}{known}: {command}")
+    if calibration.samples != settings.sampler.samples:
+        raise CalibrationError(
+            f"{path} was calibrated with {calibration.samples} samples an image, not {settings.sampler.samples}, so "
+            f"its threshold does not apply: {command} with that number of samples"
+        )
+    return calibration
+
+
+class _Opener:
+    """Opens the sessions of one bundle and closes them again when loading fails half-way."""
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        settings: Settings,
+        provider: str,
+        threads: int | None,
+        max_batch: int,
+        opened: ExitStack,
+    ) -> None:
+        self._path, self._manifest, self._settings = path, manifest, settings
+        self._provider, self._threads, self._max_batch, self._opened = provider, threads, max_batch, opened
+
+    def pipeline(self) -> Pipeline:
+        """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
+        sampler = self._settings.sampler
+        scales = [settings.guidance_scale for settings in sampler.passes]
+        return Pipeline(
+            steps=StepSessions(
+                guided=self._step("guided_step") if any(scales) else None,
+                plain=self._step("plain_step") if not all(scales) else None,
+            ),
+            features=self._open("features") if self._settings.score.stages else None,
+            score=self._open("score"),
+            schedule=self._manifest.schedule,
+            settings=self._settings,
+            noise=NoiseBank(sampler.seed, (3, *self._manifest.preprocessing.network_size)),
+        )
+
+    def _step(self, role: str) -> Session:
+        return ChunkedSession(self._open(role), self._max_batch)
+
+    def _open(self, role: str) -> Session:
+        graph = self._manifest.graphs.get(role)
+        if graph is None:
+            raise BundleError(f"{self._path / FILE_NAME} names no graph {role!r}: export the bundle again")
+        session = (
+            self._traced(self._path / graph.file)
+            if graph.session == "traced"
+            else open_session(self._path / graph.file, self._provider, self._threads)
+        )
+        self._opened.callback(session.close)
+        return session
+
+    def _traced(self, file: Path) -> Session:
+        from mdps.runtime.traced import TracedSession
+
+        manifest = self._manifest
+        return TracedSession(file, self._settings.sampler, manifest.prediction, self._provider, self._threads)

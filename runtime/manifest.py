@@ -1,0 +1,179 @@
+"""What a bundle says about itself: `manifest.json`, with a hash of every file beside it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Literal, Self
+
+from mdps.runtime.atomic import is_temporary, write_text
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.errors import BundleError, require
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.records import Record
+from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.settings import Settings
+
+FILE_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+MAX_BYTES = 16 * 2**20
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+MIGRATIONS: dict[int, Migration] = {}
+"""From each older schema version to the next one."""
+
+
+@dataclass(frozen=True)
+class FileEntry(Record):
+    """Hash and size of one file of the bundle."""
+
+    sha256: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        is_hash = len(self.sha256) == 64 and set(self.sha256) <= set("0123456789abcdef")
+        require(is_hash, f"sha256 {self.sha256!r} should be 64 hexadecimal digits in lower case")
+        require(self.bytes >= 0, f"the size {self.bytes} of a file should not be negative")
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Entry of a file on the disk."""
+        with path.open("rb") as file:
+            return cls(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+@dataclass(frozen=True)
+class GraphEntry(Record):
+    """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program."""
+
+    file: str
+    session: Literal["ort", "traced"] = "ort"
+
+
+@dataclass(frozen=True)
+class CheckpointEntry(Record):
+    """File name and hash of the checkpoint the bundle was made from."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest(Record):
+    """All a runtime must know of a bundle.
+
+    `graphs` maps a role (guided_step, plain_step, features, score) to its file; `calibrations` a product's name to its
+    calibration; `files` each plain file name to its hash. `network`, `versions` and `parity` are records for people and
+    for the exporter, free of form.
+    """
+
+    schema_version: int
+    name: str
+    settings: Settings
+    network: dict[str, Any]
+    schedule: NoiseSchedule
+    prediction: Literal["eps", "v", "x0"]
+    preprocessing: Preprocessing
+    calibrations: dict[str, Calibration]
+    files: dict[str, FileEntry]
+    graphs: dict[str, GraphEntry]
+    versions: dict[str, str]
+    parity: dict[str, Any]
+    checkpoint: CheckpointEntry
+    guidance_backend: Literal["onnx", "traced"]
+
+    def __post_init__(self) -> None:
+        require(self.schema_version == SCHEMA_VERSION, f"schema_version should be {SCHEMA_VERSION}")
+        for name in self.files:
+            require(_is_plain_name(name), f"the file name {name!r} should be a plain name, without folders")
+            require(name != FILE_NAME, f"{FILE_NAME} cannot hold its own hash")
+        for role, graph in self.graphs.items():
+            require(graph.file in self.files, f"the graph {role!r} is in {graph.file!r}, which is not among the files")
+
+    @classmethod
+    def read(cls, folder: Path | str, *, verify: bool = True) -> Self:
+        """The manifest of a bundle; with `verify` every file's presence, size and hash is checked.
+
+        Raises BundleError naming the file and what to do.
+        """
+        folder = Path(folder)
+        where = folder / FILE_NAME
+        manifest = cls.from_json(migrate(_read_json(folder, where), where), str(where))
+        if verify:
+            for name, entry in manifest.files.items():
+                _verify(folder / name, entry)
+        return manifest
+
+    def write(self, folder: Path | str) -> None:
+        """Write `manifest.json` into the folder, whole or not at all; keys in the order of the fields."""
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        write_text(Path(folder) / FILE_NAME, text + "\n")
+
+    def with_calibration(self, product: str, calibration: Calibration) -> "Manifest":
+        """A copy that also holds this product's calibration."""
+        return replace(self, calibrations={**self.calibrations, product: calibration})
+
+
+def hash_files(folder: Path | str) -> dict[str, FileEntry]:
+    """Entries of every file in a bundle's folder but the manifest, by name."""
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    return {path.name: FileEntry.of(path) for path in files if path.name != FILE_NAME and not is_temporary(path)}
+
+
+def migrate(
+    obj: dict[str, Any],
+    where: Path | str,
+    migrations: Mapping[int, Migration] = MIGRATIONS,
+    current: int = SCHEMA_VERSION,
+) -> dict[str, Any]:
+    """`obj` brought to the `current` schema version, one version at a time; BundleError where there is no way."""
+    version = obj.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise BundleError(f"{where} has no schema_version: it is no manifest of mdps")
+    if version > current:
+        raise BundleError(f"{where} has schema version {version}, this mdps knows up to {current}: upgrade mdps")
+    while version < current:
+        if version not in migrations:
+            raise BundleError(f"{where} has schema version {version}, too old to migrate: export the bundle again")
+        version += 1
+        obj = {**migrations[version - 1](obj), "schema_version": version}
+    return obj
+
+
+def _is_plain_name(name: str) -> bool:
+    plain = PurePosixPath(name).name == name and PureWindowsPath(name).name == name
+    return plain and name not in (".", "..") and "\0" not in name and ":" not in name
+
+
+def _read_json(folder: Path, where: Path) -> dict[str, Any]:
+    if is_temporary(folder):
+        raise BundleError(f"{folder} is a leftover of an export that was cut off: remove it and export again")
+    if not where.is_file():
+        hint = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
+        raise BundleError(f"{folder} is no bundle, {hint}: give the folder that mdps-export wrote")
+    try:
+        with where.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise BundleError(f"{where} is larger than {MAX_BYTES} bytes and is refused")
+        obj = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{where} cannot be read ({error}): export the bundle again or restore it") from error
+    if not isinstance(obj, dict):
+        raise BundleError(f"{where} should be an object with keys: export the bundle again or restore it")
+    return obj
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number JSON has")
+
+
+def _verify(path: Path, entry: FileEntry) -> None:
+    again = "copy the whole bundle again, or export it again"
+    if not path.is_file():
+        raise BundleError(f"{path} is missing from the bundle: {again}")
+    if (size := path.stat().st_size) != entry.bytes:
+        raise BundleError(f"{path} has {size} bytes where the manifest says {entry.bytes}: {again}")
+    if FileEntry.of(path).sha256 != entry.sha256:
+        raise BundleError(f"{path} is not the file the manifest describes, its SHA-256 differs: {again}")

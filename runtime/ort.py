@@ -1,0 +1,135 @@
+"""Sessions of ONNX Runtime."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.threads import available_cpus
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+}
+# The search for a convolution algorithm has cost fourfold when left to a default that changed; so it is said here.
+PROVIDER_OPTIONS: dict[str, dict[str, str]] = {"cuda": {"cudnn_conv_algo_search": "EXHAUSTIVE"}}
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+
+class OrtSession:
+    """One ONNX file on one provider ("cpu", "cuda", "tensorrt", "openvino"), never silently on another.
+
+    `threads` defaults to the processors this process may use. Raises UsageError for an unknown provider or thread
+    count, BackendError where the library is missing, the file is damaged, or the provider is not active.
+    """
+
+    def __init__(self, path: Path | str, provider: str = "cpu", threads: int | None = None) -> None:
+        if provider not in PROVIDERS:
+            raise UsageError(f"there is no provider {provider!r}: choose one of {', '.join(PROVIDERS)}")
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads should be at least 1, not {threads}")
+        self._path = Path(path)
+        self.threads = threads or available_cpus()
+        self.provider_options = PROVIDER_OPTIONS.get(provider, {})
+        self._session: Any = _open(self._path, provider, self.threads, self.provider_options)
+        self._ports = [_port(node, self._path) for node in self._session.get_inputs()]
+        self.inputs = tuple(port.name for port in self._ports)
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
+        self.provider: str = self._session.get_providers()[0]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
+        """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
+        if self._session is None:
+            raise BackendError(f"{self._path} was closed: open it again")
+        check_feeds(self._ports, feeds, str(self._path))
+        names = check_outputs(self.outputs, outputs, str(self._path))
+        try:
+            values = self._session.run(names, {port.name: np.asarray(feeds[port.name]) for port in self._ports})
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
+            raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
+        return dict(zip(names, values, strict=True))
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        self._session = None
+
+
+def _library() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            f'onnxruntime cannot be imported ({_reason(error)}): pip install "mdps[cpu]", or "mdps[gpu]" for a GPU'
+        ) from error
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise BackendError(
+            "onnxruntime is damaged, as when onnxruntime and onnxruntime-gpu overwrote each other: "
+            'uninstall both, then pip install "mdps[cpu]" or "mdps[gpu]"'
+        )
+    return onnxruntime
+
+
+def _open(path: Path, provider: str, threads: int, provider_options: dict[str, str]) -> Any:
+    library = _library()
+    if not path.is_file():
+        raise BackendError(f"{path} is no file: check the path")
+    wanted = PROVIDERS[provider]
+    if wanted not in library.get_available_providers():
+        raise BackendError(
+            f"this onnxruntime has no {wanted}: "
+            + ('pip uninstall onnxruntime, then pip install "mdps[gpu]"' if provider != "openvino" else "install one")
+            + ', or ask for "cpu"'
+        )
+    try:
+        session = library.InferenceSession(
+            str(path), _options(library, threads), providers=[wanted], provider_options=[provider_options]
+        )
+    except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
+        raise BackendError(f"{path} cannot be loaded on {wanted}: {_reason(error)}") from error
+    # The library falls back to the CPU without raising, so only the session knows what runs.
+    active = session.get_providers()
+    if active[0] != wanted:
+        raise BackendError(
+            f"{wanted} was asked for but {path} would run on {', '.join(active)}: the provider's libraries do not load "
+            'here (CUDA needs the driver, CUDA and cuDNN that onnxruntime-gpu names): repair them, or ask for "cpu"'
+        )
+    session.disable_fallback()
+    return session
+
+
+def _options(library: Any, threads: int) -> Any:
+    options = library.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors; warnings about constant folding help no operator
+    # Threads may spin within a run, where the next node follows at once, but not between runs of several sessions.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _port(node: Any, path: Path) -> Port:
+    if node.type not in _DTYPES:
+        raise BackendError(f"{path} has the input {node.name!r} of type {node.type}, which is not supported")
+    shape = tuple(length if isinstance(length, int) else None for length in node.shape)
+    return Port(node.name, np.dtype(_DTYPES[node.type]), shape)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an exception, without the library's own prefix."""
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", str(error)).strip()
+    return (text.splitlines() or [type(error).__name__])[0][:300]

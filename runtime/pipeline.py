@@ -1,0 +1,138 @@
+"""From observations to maps and scores on arrays: both passes of the method and the scoring between and after them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import BackendError, CalibrationError
+from mdps.runtime.noise import Noise
+from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.session import Arrays, Session
+from mdps.runtime.settings import Settings
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found on B images with N_s samples each.
+
+    `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `mask` [B, 1, H, W], made from `first_map`, is the one the masked
+    pass ran under; `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B.
+    """
+
+    anomaly_map: Array
+    anomaly_score: Array
+    mask: Array
+    first_map: Array
+    posterior_samples: Array
+    times: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The method on a set of sessions. `features` is None for a pixel-only score."""
+
+    steps: StepSessions
+    features: Session | None
+    score: Session
+    schedule: NoiseSchedule
+    settings: Settings
+    noise: Noise
+
+    def inspect(self, observations: Array, mask_range: tuple[float, float] | None) -> Inspection:
+        """Both passes on float32 [B, 3, H, W]; `mask_range` is needed unless the range is per image.
+
+        Raises CalibrationError without it, BackendError where a map or score is no finite number.
+        """
+        if mask_range is None and self.settings.mask.range != "per-image":
+            raise CalibrationError(
+                f'the mask range is "{self.settings.mask.range}" and no range was calibrated: '
+                "run `mdps calibrate BUNDLE GOOD_FOLDER`"
+            )
+        clock = _Clock()
+        found = self._first(observations, mask_range, clock)
+        samples, first = found["posterior_samples"], found
+        if self.settings.sampler.masked_pass is not None:
+            with clock("masked_pass"):
+                samples = self._sample(1, observations, first["mask"])
+            with clock("score"):
+                found = self._score(samples, observations, first, mask_range)
+        _check_finite(found)
+        return Inspection(
+            anomaly_map=found["anomaly_map"],
+            anomaly_score=found["anomaly_score"],
+            mask=first["mask"],
+            first_map=first["anomaly_map"],
+            posterior_samples=samples,
+            times=clock.times,
+        )
+
+    def first_maps(self, observations: Array) -> Array:
+        """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
+        found = self._first(observations, (0.0, 1.0), _Clock())
+        _check_finite(found)
+        return found["anomaly_map"]
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for session in (self.steps.guided, self.steps.plain, self.features, self.score):
+            if session is not None:
+                session.close()
+
+    def _first(self, observations: Array, mask_range: tuple[float, float] | None, clock: "_Clock") -> Arrays:
+        with clock("score"):
+            # The features of y are computed once an image, not once a sample or pass.
+            features = {} if self.features is None else self.features.run({"image": observations})
+        with clock("first_pass"):
+            samples = self._sample(0, observations, np.ones_like(observations[:, :1]))
+        with clock("score"):
+            return self._score(samples, observations, features, mask_range)
+
+    def _sample(self, pass_index: int, observations: Array, mask: Array) -> Array:
+        *_, last = posterior_sampling(
+            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise
+        )
+        return last.x
+
+    def _score(
+        self, samples: Array, observations: Array, features: Arrays, mask_range: tuple[float, float] | None
+    ) -> Arrays:
+        low, high = mask_range or (0.0, 0.0)
+        scalars = {
+            "mask_lambda": self.settings.mask.mask_lambda,
+            "mask_low": low,
+            "mask_high": high,
+            "mask_frozen": float(mask_range is not None and self.settings.mask.range != "per-image"),
+        }
+        feeds = {"posterior_samples": samples, "observation": observations, **features}
+        feeds |= {name: np.asarray(value, dtype=np.float32) for name, value in scalars.items()}
+        inputs = {name: feeds[name] for name in self.score.inputs if name in feeds}
+        return {**features, "posterior_samples": samples, **self.score.run(inputs)}
+
+
+class _Clock:
+    """Adds up milliseconds under names."""
+
+    def __init__(self) -> None:
+        self.times = {"first_pass": 0.0, "masked_pass": 0.0, "score": 0.0}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.times[name] += (time.perf_counter() - start) * 1000
+
+
+def _check_finite(found: Arrays) -> None:
+    finite = np.isfinite(found["anomaly_score"]) & np.isfinite(found["anomaly_map"]).all(axis=(1, 2, 3))
+    if not finite.all():
+        raise BackendError(
+            f"the network gave NaN or infinite values for image {int(np.argmin(finite))} of the batch, so there is no "
+            "verdict: check its parity report, and export again in fp32 if it is a half-precision bundle"
+        )

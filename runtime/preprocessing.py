@@ -1,0 +1,105 @@
+"""From a picture of any kind to the observation [3, H, W] the network sees; training calls this same class."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import ImageError, require
+from mdps.runtime.pictures import describe, read_image
+from mdps.runtime.records import Record
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Picture: TypeAlias = Union[str, Path, bytes, "Image.Image", NDArray[np.uint8]]
+"""A path, the bytes of a file, a PIL image, or a uint8 array [H, W] or [H, W, 1 | 3 | 4]."""
+
+__all__ = ["Picture", "Preprocessing", "read_image", "to_uint8", "to_unit"]
+
+
+def to_unit(rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """uint8 [H, W, 3] to float32 [3, H, W] in [-1, 1]: x / 127.5 - 1."""
+    return np.ascontiguousarray(rgb.transpose(2, 0, 1).astype(np.float32) / np.float32(127.5) - np.float32(1))
+
+
+def to_uint8(chw: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """float32 [3, H, W] to uint8 [H, W, 3]: the nearest level, clipped to [-1, 1]; undoes `to_unit` exactly."""
+    levels = np.rint((np.clip(chw, -1, 1) + 1) * 127.5)
+    return np.ascontiguousarray(levels.astype(np.uint8).transpose(1, 2, 0))
+
+
+@dataclass(frozen=True)
+class Preprocessing(Record):
+    """Region of interest, resize, crop, scale to [-1, 1]; in that order, after the EXIF orientation.
+
+    `image_size` (H, W) is what the picture (or its `roi`) is resized to, whatever its aspect. `crop` "input" then cuts
+    a centred square of `crop_size` for the network; "metrics" leaves the input whole and is read by the evaluation.
+    `roi` is (left, top, width, height) in pixels of the upright original.
+    """
+
+    image_size: tuple[int, int]
+    crop: Literal["none", "input", "metrics"] = "none"
+    crop_size: int | None = None
+    resize: Literal["bilinear"] = "bilinear"
+    roi: tuple[int, int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        require(min(self.image_size) >= 1, f"image_size {self.image_size} should be at least 1 x 1")
+        require((self.crop == "none") == (self.crop_size is None), "crop_size belongs to crop input or metrics only")
+        require(
+            self.crop_size is None or 1 <= self.crop_size <= min(self.image_size),
+            f"crop_size {self.crop_size} should lie between 1 and the image size {min(self.image_size)}",
+        )
+        if self.roi is not None:
+            require(
+                min(self.roi[:2]) >= 0 and min(self.roi[2:]) >= 1,
+                f"region of interest {self.roi} should be left, top, width, height with a positive size",
+            )
+
+    @property
+    def network_size(self) -> tuple[int, int]:
+        """(H, W) of the observation."""
+        if self.crop == "input" and self.crop_size is not None:
+            return (self.crop_size, self.crop_size)
+        return self.image_size
+
+    def __call__(self, image: Picture) -> NDArray[np.float32]:
+        """Observation float32 [3, H, W] in [-1, 1]. ImageError naming the file where it cannot be had."""
+        from PIL import Image
+
+        picture = read_image(image)
+        box = self._roi_box(picture.size, describe(image))
+        height, width = self.image_size
+        # Cutting before resizing keeps pixels outside the region from bleeding in.
+        picture = picture.crop(box).resize((width, height), Image.Resampling.BILINEAR)
+        return to_unit(np.asarray(picture.crop(self._crop_box())))
+
+    def covered_box(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+        """(left, top, right, bottom) in pixels of an upright original of `size` (W, H) that the observation shows.
+
+        ImageError where the region of interest lies outside the picture.
+        """
+        left, top, right, bottom = self._roi_box(size, "the picture")
+        height, width = self.image_size
+        x, y = (right - left) / width, (bottom - top) / height
+        crop = self._crop_box()
+        return (left + crop[0] * x, top + crop[1] * y, left + crop[2] * x, top + crop[3] * y)
+
+    def _roi_box(self, size: tuple[int, int], name: str) -> tuple[int, int, int, int]:
+        if self.roi is None:
+            return (0, 0, *size)
+        left, top, width, height = self.roi
+        if left + width > size[0] or top + height > size[1]:
+            raise ImageError(
+                f"{name} is {size[0]} x {size[1]} pixels and does not hold the region of interest {self.roi}: "
+                "use pictures of the size the bundle was made for"
+            )
+        return (left, top, left + width, top + height)
+
+    def _crop_box(self) -> tuple[int, int, int, int]:
+        height, width = self.network_size
+        left, top = (self.image_size[1] - width) // 2, (self.image_size[0] - height) // 2
+        return (left, top, left + width, top + height)

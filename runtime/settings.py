@@ -1,0 +1,195 @@
+"""Every choice of the method as frozen dataclasses, and the two modes that fill them in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mdps.runtime.errors import require
+from mdps.runtime.records import Record
+
+
+@dataclass(frozen=True)
+class PassSettings(Record):
+    """One sampling pass: noise level T, guidance scale (rho, w), and `steps` N (paper index) or `skip` (reference)."""
+
+    noise_level: int
+    guidance_scale: float
+    steps: int | None = None
+    skip: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.noise_level >= 1, f"noise level {self.noise_level} should be at least 1")
+        require(self.guidance_scale >= 0, f"guidance scale {self.guidance_scale} should not be negative")
+        require((self.steps is None) != (self.skip is None), "a pass needs either steps or skip, not both")
+        require((self.steps or self.skip or 0) >= 1, "steps and skip should be at least 1")
+
+
+@dataclass(frozen=True)
+class SamplerSettings(Record):
+    """How posterior samples are drawn (Algorithm 1); `masked_pass` None means that one unmasked pass is all."""
+
+    time_index: Literal["paper", "reference"]
+    mask_rule: Literal["blend", "replace"]
+    guidance_norm: Literal["l2", "squared"]
+    gradient: Literal["exact", "jacobian-free"]
+    eta_ddim: float
+    first_pass: PassSettings
+    masked_pass: PassSettings | None
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.eta_ddim <= 1, f"eta_ddim {self.eta_ddim} should lie between 0 and 1")
+        require(1 <= self.samples <= 4096, f"the number of samples {self.samples} should lie between 1 and 4096")
+        require(0 <= self.seed < 2**63, f"seed {self.seed} should lie between 0 and 2**63 - 1")
+        for settings in self.passes:
+            given = "steps" if settings.skip is None else "skip"
+            wanted = "steps" if self.time_index == "paper" else "skip"
+            require(given == wanted, f"the {self.time_index} time index takes {wanted}, not {given}")
+
+    @property
+    def passes(self) -> tuple[PassSettings, ...]:
+        """The passes in the order they run: one or two."""
+        return (self.first_pass,) if self.masked_pass is None else (self.first_pass, self.masked_pass)
+
+
+@dataclass(frozen=True)
+class ScoreSettings(Record):
+    """How a posterior sample and the observation become a map and a score (paper, equations of "Anomaly Scoring").
+
+    `pixel`: "l1" is eta * sum over channels of |y - x0| in [-1, 1]; "scaled" is eta * max(feature map) / max(pixel map)
+    times the mean over channels of the difference in ImageNet-normalised space. `pool` 3 smooths features by a 3 x 3
+    mean, 0 does not. `feature_size`: the feature network sees the image at this size, or its own if larger; None: as it
+    is. `smoothing_sigma` 0: no Gaussian. `top`: how many pixels the image score counts.
+    """
+
+    backbone: str
+    stages: tuple[int, ...]
+    eta: float
+    pixel: Literal["l1", "scaled"]
+    pool: Literal[0, 3]
+    align_corners: bool
+    feature_size: int | None
+    smoothing_sigma: float
+    smoothing_kernel: int
+    map_scale: float
+    image_score: Literal["top_mean", "softmax_top_sum"]
+    top: int
+
+    def __post_init__(self) -> None:
+        require(self.eta >= 0, f"eta {self.eta} should not be negative")
+        require(bool(self.stages) or self.eta > 0, "with no feature stages and eta 0 nothing is left to score")
+        require(all(stage >= 1 for stage in self.stages), f"feature stages {self.stages} are counted from 1")
+        require(len(set(self.stages)) == len(self.stages), f"feature stages {self.stages} name one twice")
+        require(bool(self.stages) or self.pixel == "l1", 'the "scaled" pixel term needs feature stages: use "l1"')
+        require(self.feature_size is None or self.feature_size >= 1, "feature_size should be at least 1")
+        require(self.smoothing_sigma >= 0, f"smoothing_sigma {self.smoothing_sigma} should not be negative")
+        require(self.smoothing_kernel % 2 == 1, f"smoothing_kernel {self.smoothing_kernel} should be odd")
+        require(self.map_scale > 0, f"map_scale {self.map_scale} should be positive")
+        require(self.top >= 1, f"top {self.top} should be at least 1")
+
+
+@dataclass(frozen=True)
+class MaskSettings(Record):
+    """Mask threshold min + lambda (max - min) of the first pass's map, min and max from where `range` says.
+
+    "per-image": the map itself (paper); "frozen": the calibration on good images; "dataset": a whole test set, given by
+    whoever reproduces the authors' numbers.
+    """
+
+    mask_lambda: float
+    range: Literal["per-image", "frozen", "dataset"]
+
+    def __post_init__(self) -> None:
+        require(0 <= self.mask_lambda <= 1, f"mask_lambda {self.mask_lambda} should lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Settings(Record):
+    """All of the method; `mode` only labels where the values came from."""
+
+    mode: Literal["paper", "reference"]
+    sampler: SamplerSettings
+    score: ScoreSettings
+    mask: MaskSettings
+
+
+def top_pixels(height: int, width: int) -> int:
+    """How many pixels the image score counts: 500 at the paper's two sizes, elsewhere the same share of 256 x 256."""
+    if height == width and height in (224, 256):
+        return 500
+    return max(1, round(500 * height * width / 256**2))
+
+
+def paper_settings(image_size: tuple[int, int] = (256, 256)) -> Settings:
+    """The paper's text, where it is decidable; `image_size` (H, W of the network) sets how many pixels are counted."""
+    one_pass = PassSettings(noise_level=200, guidance_scale=100.0, steps=10)
+    sampler = SamplerSettings(
+        time_index="paper",
+        mask_rule="blend",
+        guidance_norm="l2",  # the squared norm the text prints diverges at rho = 100
+        gradient="exact",
+        eta_ddim=1.0,
+        first_pass=one_pass,
+        masked_pass=one_pass,
+        samples=1,
+        seed=0,
+    )
+    score = ScoreSettings(
+        backbone="efficientnet_lite0",
+        stages=(1, 2, 3),
+        eta=0.3,
+        pixel="l1",
+        pool=0,
+        align_corners=False,
+        feature_size=224,
+        smoothing_sigma=0.0,
+        smoothing_kernel=1,
+        map_scale=1.0,
+        image_score="top_mean",
+        top=top_pixels(*image_size),
+    )
+    return Settings("paper", sampler, score, MaskSettings(0.1, "per-image"))
+
+
+def reference_settings(
+    eta: float,
+    guidance_mask_pass: float,
+    guidance: float,
+    mask_steps: int,
+    test_steps: int,
+    skip: int,
+    mask_lambda: float,
+) -> Settings:
+    """What the authors' published code does, with the numbers of one category's preset.
+
+    `mask_steps` is the noise level of the mask-making first pass, 0 for none: then the only pass has `test_steps` and
+    `guidance`.
+    """
+    last = PassSettings(test_steps, float(guidance), skip=skip)
+    first = PassSettings(mask_steps, float(guidance_mask_pass), skip=skip) if mask_steps else last
+    sampler = SamplerSettings(
+        time_index="reference",
+        mask_rule="replace",
+        guidance_norm="l2",
+        gradient="exact",
+        eta_ddim=1.0,
+        first_pass=first,
+        masked_pass=last if mask_steps else None,
+        samples=1,
+        seed=0,
+    )
+    score = ScoreSettings(
+        backbone="wide_resnet101_2",
+        stages=(2, 3),
+        eta=float(eta),
+        pixel="scaled",
+        pool=3,
+        align_corners=True,
+        feature_size=None,
+        smoothing_sigma=4.0,
+        smoothing_kernel=33,
+        map_scale=0.5,
+        image_score="softmax_top_sum",
+        top=500,
+    )
+    return Settings("reference", sampler, score, MaskSettings(mask_lambda, "frozen"))

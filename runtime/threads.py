@@ -1,0 +1,58 @@
+"""How many processors this process may really use: affinity, and the quota of a container."""
+
+import math
+import os
+from pathlib import Path
+
+
+def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The smaller of the processors this process may run on and its cgroup quota (version 1 or 2), at least 1."""
+    limits = [_affinity(), *_quotas(proc, root)]
+    return max(1, math.ceil(min(limits)))
+
+
+def _affinity() -> float:
+    if hasattr(os, "sched_getaffinity"):
+        return float(len(os.sched_getaffinity(0)))
+    return float(os.cpu_count() or 1)
+
+
+def _quotas(proc: Path, root: Path) -> list[float]:
+    """Processors each group from ours up to the root grants; a container often shows only the root."""
+    found = []
+    for line in _read(proc).splitlines() or ["0::/"]:
+        _, controllers, group = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            found += [_v2(folder) for folder in _up(root, group)]
+        elif "cpu" in controllers.split(","):
+            found += [_v1(folder) for name in ("cpu", controllers) for folder in _up(root / name, group)]
+    return [quota for quota in found if quota is not None]
+
+
+def _up(root: Path, group: str) -> list[Path]:
+    inner = root / group.lstrip("/")
+    return [inner, *(folder for folder in inner.parents if folder == root or root in folder.parents)]
+
+
+def _v2(folder: Path) -> float | None:
+    words = _read(folder / "cpu.max").split()
+    return _ratio(*words) if len(words) == 2 else None
+
+
+def _v1(folder: Path) -> float | None:
+    return _ratio(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    try:
+        ratio = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max", or no such file
+        return None
+    return ratio if ratio > 0 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

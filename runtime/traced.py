@@ -1,0 +1,140 @@
+"""The guided step through torch: the denoiser is a torch.export program and its gradient is autograd's.
+
+The oracle for the exported gradient, and the way for networks whose backward cannot be lowered to ONNX. The only module
+of the runtime that knows torch, and only once a session is opened.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import BackendError, BundleError, UsageError
+from mdps.runtime.pt2 import check_program
+from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.settings import SamplerSettings
+from mdps.runtime.threads import available_cpus
+
+Prediction = Literal["eps", "v", "x0"]
+_IMAGE, _SCALAR = (None, 3, None, None), ()
+
+
+class TracedSession:
+    """Same inputs and outputs as `guided_step.onnx`, from a `denoiser.pt2`.
+
+    `provider` is "cpu" or "cuda"; `threads` (default: the processors available) sets torch's, for the whole process.
+    Raises BackendError where torch is missing or lacks the device, BundleError for a file that is damaged or could run
+    code. The check covers what the archive pickles; a program from strangers should still not be loaded.
+    """
+
+    outputs = ("x_s", "eps", "guidance_gradient")
+
+    def __init__(
+        self,
+        path: Path | str,
+        settings: SamplerSettings,
+        prediction: Prediction = "eps",
+        provider: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        self._path, self._settings, self._prediction = Path(path), settings, prediction
+        self._torch = _library()
+        self._device = _device(self._torch, provider)
+        self.provider = f"torch {self._torch.__version__} on {provider}"
+        self._torch.set_num_threads(threads or available_cpus())
+        self._network: Any = _load(self._torch, self._path, self._device)
+        replace = ("mask_noise",) if settings.mask_rule == "replace" else ()
+        shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(("x_t", "observation"), _IMAGE)
+        shapes |= {"mask": (None, 1, None, None), "noise": _IMAGE} | dict.fromkeys(replace, _IMAGE)
+        shapes |= dict.fromkeys(("timestep", "alpha_t", "alpha_s", "sigma_t", "guidance_scale"), _SCALAR)
+        self._ports = [Port(name, np.dtype(np.float32), shape) for name, shape in shapes.items()]
+        self.inputs = tuple(shapes)
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
+        """The named outputs (all by default), float32 [N, 3, H, W]; BackendError where the feeds do not fit."""
+        if self._network is None:
+            raise BackendError(f"{self._path} was closed: open it again")
+        check_feeds(self._ports, feeds, str(self._path))
+        names = check_outputs(self.outputs, outputs, str(self._path))
+        tensors = {name: self._torch.tensor(feeds[name], device=self._device) for name in self.inputs}
+        try:
+            values = dict(zip(self.outputs, self._step(tensors), strict=True))
+        except RuntimeError as error:
+            raise BackendError(f"{self._path} failed in torch: {str(error).splitlines()[0]}") from error
+        return {name: values[name].detach().cpu().numpy() for name in names}
+
+    def close(self) -> None:
+        """Let go of the network."""
+        self._network = None
+
+    def _step(self, f: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Algorithm 1, lines 5 to 12; names as in docs/architecture.md, "One step"."""
+        m, y, a_t, a_s, sigma = f["mask"], f["observation"], f["alpha_t"], f["alpha_s"], f["sigma_t"]
+        root_a, root_noise = a_t.sqrt(), (1 - a_t).sqrt()
+        x = f["x_t"]
+        if self._settings.mask_rule == "replace":
+            x = m * x + (1 - m) * (root_a * y + root_noise * f["mask_noise"])
+        e, gradient = self._eps_and_gradient(x, y, f["timestep"], root_a, root_noise)
+        e_phi = e + f["guidance_scale"] * root_noise * gradient
+        if self._settings.mask_rule == "blend":
+            e_phi = (1 - m) * (x - root_a * y) / root_noise + m * e_phi
+        x0 = (x - root_noise * e_phi) / root_a
+        x_s = a_s.sqrt() * x0 + (1 - a_s - sigma**2).clamp(min=0).sqrt() * e_phi + sigma * f["noise"]
+        return x_s, e, gradient
+
+    def _eps_and_gradient(self, x: Any, y: Any, timestep: Any, root_a: Any, root_noise: Any) -> tuple[Any, Any]:
+        torch, exact = self._torch, self._settings.gradient == "exact"
+        with torch.enable_grad() if exact else torch.no_grad():
+            x = x.detach().requires_grad_(exact)
+            e = self._eps(x, timestep, root_a, root_noise)
+            u = self._direction(((x - root_noise * e) / root_a - y).detach())
+            if not exact:
+                return e, u / root_a
+            (pulled,) = torch.autograd.grad(e, x, u)  # J^T u, J = d eps / d x
+        return e.detach(), (u - root_noise * pulled) / root_a
+
+    def _eps(self, x: Any, timestep: Any, root_a: Any, root_noise: Any) -> Any:
+        n = self._network(x, timestep)[:, :3]  # a learned sigma comes after the first three channels
+        if self._prediction == "v":
+            return root_a * n + root_noise * x
+        if self._prediction == "x0":
+            return (x - root_a * n) / root_noise
+        return n
+
+    def _direction(self, r: Any) -> Any:
+        """Gradient of the norm of r with respect to r, for each image; 0 where r is 0."""
+        if self._settings.guidance_norm == "squared":
+            return 2 * r
+        norm = r.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
+        return self._torch.where(norm > 0, r / norm, self._torch.zeros_like(r))
+
+
+def _library() -> Any:
+    try:
+        import torch
+        import torch.export
+    except ImportError as error:
+        raise BackendError(
+            f'this bundle\'s guidance runs in torch, which cannot be imported ({error}): pip install "mdps[traced]"'
+        ) from error
+    return torch
+
+
+def _device(torch: Any, provider: str) -> Any:
+    if provider not in ("cpu", "cuda"):
+        raise UsageError(f"the traced guidance backend runs on cpu or cuda, not on {provider!r}")
+    if provider == "cuda" and not torch.cuda.is_available():
+        raise BackendError('cuda was asked for, but torch finds no CUDA device here: repair it, or ask for "cpu"')
+    return torch.device(provider)
+
+
+def _load(torch: Any, path: Path, device: Any) -> Any:
+    check_program(path, torch)
+    try:
+        network = torch.export.load(str(path)).module()
+    except Exception as error:  # torch raises nearly every type on an archive it cannot read
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BundleError(f"{path} cannot be loaded by torch {torch.__version__}: {reason}") from error
+    return network.to(device).requires_grad_(False)
