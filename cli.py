@@ -1,20 +1,17 @@
 """The command line: parses, calls, prints. What a command needs is imported when it runs, so that help is quick."""
 
-import json
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mdps import __version__
+from mdps.serving.terminal import needs, print_values, run
 
 SOME_FAILED = 3  # exit code of a run in which some images could not be judged
-_INTERRUPTED, _PIPE_CLOSED = 130, 141  # what a shell reports for the two signals
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
@@ -126,12 +123,19 @@ Examples:
     show_default=True,
     help="Share of good parts that may fail.",
 )
+@SAMPLES
 @PRODUCT
 @THREADS
 @AS_JSON
 @TRACEBACK
 def calibrate(
-    bundle: Path, good_folder: Path, false_alarm_rate: float, product: str, threads: int | None, as_json: bool
+    bundle: Path,
+    good_folder: Path,
+    false_alarm_rate: float,
+    samples: int | None,
+    product: str,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Set the threshold and the map ranges from images of good parts, and store them in the bundle.
 
@@ -139,8 +143,12 @@ def calibrate(
     """
     from mdps.serving.run import calibrate_folder
 
-    calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, product, threads)
-    _print(calibration.to_json(), as_json)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the note says the same
+        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, product, samples=samples, threads=threads)
+    if calibration.note:
+        click.echo(f"Warning: {calibration.note}", err=True)
+    print_values(calibration.to_json(), as_json)
 
 
 @cli.command(
@@ -157,11 +165,11 @@ def inspect(path: Path, as_json: bool) -> None:
     if (path / "manifest.json").is_file():
         from mdps.runtime.manifest import Manifest
 
-        _print(Manifest.read(path).to_json(), as_json)
+        print_values(Manifest.read(path).to_json(), as_json)
         return
     with needs("export"):
         from mdps.models.checkpoints import describe_checkpoint
-    _print(describe_checkpoint(path).to_json(), as_json)
+    print_values(describe_checkpoint(path).to_json(), as_json)
 
 
 @cli.command()
@@ -172,7 +180,7 @@ def doctor(as_json: bool) -> int:
     from mdps.runtime.doctor import diagnose
 
     diagnosis = diagnose()
-    _print(diagnosis.to_json(), as_json)
+    print_values(diagnosis.to_json(), as_json)
     return 0 if diagnosis.works else 1
 
 
@@ -196,82 +204,7 @@ def demo(out: Path, threads: int | None, as_json: bool) -> None:
     """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.demo import run_demo
-    _print(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
-
-
-@contextmanager
-def needs(*extras: str) -> Iterator[None]:
-    """Turns a missing package into a sentence that says which extras bring it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "mdps":
-            raise
-        raise click.ClickException(
-            f"this command needs {error.name}, which is not installed: pip install 'mdps[{','.join(extras)}]'"
-        ) from error
-
-
-def _print(values: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object on one line, or a line a value with inner keys below their own."""
-    click.echo(json.dumps(values) if as_json else "\n".join(_lines(values, "")))
-
-
-def _lines(value: Any, indent: str) -> Iterator[str]:
-    pairs = value.items() if isinstance(value, Mapping) else (("-", item) for item in value)
-    for key, item in pairs:
-        label = key if key == "-" else f"{key}:"
-        if isinstance(item, Mapping) or (isinstance(item, list | tuple) and not _is_short(item)):
-            yield f"{indent}{label}"
-            yield from _lines(item, indent + "  ")
-        else:
-            yield f"{indent}{label} {_plain(item)}"
-
-
-def _is_short(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, int | float) for item in items) and len(items) <= 8
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
-
-
-def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and gives its exit code; whatever goes wrong ends as one sentence on stderr."""
-    state: dict[str, bool] = {}
-    try:
-        result = command.main(args=arguments, prog_name=command.name, obj=state, standalone_mode=False)
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader has left. Python would complain when it flushes at exit, so give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
-    except Exception as error:
-        if state.get("traceback"):
-            traceback.print_exc()
-        return _explain(error, state)
-
-
-def _explain(error: Exception, state: Mapping[str, bool]) -> int:
-    from mdps.runtime.errors import MdpsError
-
-    if isinstance(error, MdpsError):
-        click.echo(f"Error: {error}", err=True)
-        return error.exit_code
-    kind = type(error).__name__
-    hint = "" if state.get("traceback") else "; run it again with --traceback to see where, and report it"
-    click.echo(f"Error: unexpected {kind}: {error}{hint}", err=True)
-    return 1
+    print_values(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
 
 
 def main() -> None:

@@ -17,10 +17,9 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.preprocessing import read_image
 from mdps.serving.inputs import find_images, output_names
 from mdps.serving.overlay import HeatRange, own_range, png, strip
-from mdps.serving.rows import Row, open_rows, writing
+from mdps.serving.rows import MAPS, OVERLAYS, Row, open_rows, writing
 
 REPORT = "report.html"
-_MAPS, _OVERLAYS = "maps", "overlays"
 T = TypeVar("T")
 
 
@@ -38,11 +37,6 @@ class Judged:
     path: Path
     result: Result | str
     ms: float
-
-
-def overlay_of(row: Row) -> str | None:
-    """The picture that belongs to a row, relative to the output folder like its map."""
-    return f"{_OVERLAYS}/{Path(row.map).stem}.png" if row.map else None
 
 
 def predict(
@@ -122,6 +116,8 @@ def _timed(work: Callable[[], T]) -> tuple[T | str, float]:
     outcome: T | str
     try:
         outcome = work()
+    except UsageError:  # not the image's fault: it would be the same for every image
+        raise
     except MdpsError as error:
         outcome = str(error)
     return outcome, (time.perf_counter() - started) * 1000
@@ -129,7 +125,7 @@ def _timed(work: Callable[[], T]) -> tuple[T | str, float]:
 
 def _prepare(out: Path) -> None:
     try:
-        for name in (_MAPS, _OVERLAYS):
+        for name in (MAPS, OVERLAYS):
             (out / name).mkdir(parents=True, exist_ok=True)
         (out / REPORT).unlink(missing_ok=True)  # an earlier run's report must not stand beside this run's rows
     except OSError as error:
@@ -152,11 +148,11 @@ def _write_outputs(judged: Judged, name: str, out: Path, heat_range: HeatRange |
         score=float(result.score),
         threshold=None if result.threshold is None else float(result.threshold),
         verdict=result.verdict,
-        map=f"{_MAPS}/{name}.npy",
+        map=f"{MAPS}/{name}.npy",
         ms=round(judged.ms, 3),
     )
-    _write(out / f"{_MAPS}/{name}.npy", _npy(result.anomaly_map))
-    _write(out / f"{_OVERLAYS}/{name}.png", png(picture))
+    _write(out / str(row.map), _npy(result.anomaly_map))
+    _write(out / str(row.overlay), png(picture))
     return row
 
 

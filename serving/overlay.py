@@ -88,7 +88,8 @@ def _heat_over(pixels: Pixels, heat: NDArray[np.float64]) -> Pixels:
     colours = np.stack([np.interp(heat, _HEAT_AT, [stop[c] for stop in _HEAT]) for c in range(3)], axis=-1)
     grey = pixels.mean(axis=2, keepdims=True) * 0.5
     share = np.clip(heat * 1.5, 0.0, 0.8)[..., None]
-    return np.rint((1 - share) * grey + share * colours).astype(np.uint8)
+    mixed: Pixels = np.rint((1 - share) * grey + share * colours).astype(np.uint8)
+    return mixed
 
 
 def _draw_contour(pixels: Pixels, mask: NDArray[np.bool_]) -> Pixels:

@@ -10,7 +10,6 @@ from PIL import Image
 
 from mdps import __version__
 from mdps.runtime.atomic import write_bytes
-from mdps.serving.folder import overlay_of
 from mdps.serving.histogram import histogram
 from mdps.serving.overlay import thumbnail
 from mdps.serving.rows import Row, writing
@@ -151,6 +150,6 @@ def _settings(settings: Mapping[str, str]) -> str:
 
 
 def _picture(folder: Path, row: Row) -> str:
-    with Image.open(folder / str(overlay_of(row))) as image:
+    with Image.open(folder / str(row.overlay)) as image:
         data = base64.b64encode(thumbnail(image)).decode("ascii")
     return f'<img alt="" loading="lazy" src="data:image/jpeg;base64,{data}">'

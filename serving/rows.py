@@ -5,12 +5,14 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from mdps.runtime.errors import MdpsError
+
+MAPS, OVERLAYS = "maps", "overlays"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Row:
     map: str | None = None
     ms: float | None = None
     error: str | None = None
+
+    @property
+    def overlay(self) -> str | None:
+        """The picture that belongs to the map, relative to the output folder as well."""
+        return f"{OVERLAYS}/{Path(self.map).stem}.png" if self.map else None
 
     def to_json(self) -> str:
         """The row as one line of JSON, all ASCII, so that a name of any bytes passes through any pipe."""
@@ -55,7 +62,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise MdpsError(f"{path} cannot be written: {reason}; free the disk or choose another --out") from error
+        raise MdpsError(f"{path} cannot be written: {reason}; make room or choose another place") from error
 
 
 class RowFile:
@@ -64,7 +71,7 @@ class RowFile:
     def __init__(self, path: Path, header: str = "") -> None:
         self._path = path
         with writing(path):
-            self._file: BinaryIO = path.open("wb", buffering=0)  # type: ignore[assignment]
+            self._file: BinaryIO = path.open("wb", buffering=0)
         if header:
             self.append(header)
 
@@ -81,7 +88,8 @@ class RowFile:
                 while data:
                     data = data[self._file.write(data) :]
             except OSError:
-                os.ftruncate(self._file.fileno(), start)
+                with suppress(OSError):  # a device is no file that could be cut
+                    os.ftruncate(self._file.fileno(), start)
                 raise
 
     def __enter__(self) -> Self:

@@ -1,0 +1,79 @@
+"""What the commands do with a bundle and folders: judge them with a report, or calibrate on them."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mdps.runtime import Calibration, Detector, calibrate, load
+from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.serving.folder import REPORT, predict
+from mdps.serving.inputs import find_images
+from mdps.serving.overlay import HeatRange
+from mdps.serving.report import write_report
+from mdps.serving.rows import Row, writing
+
+
+def inspect_folder(
+    detector: Detector,
+    bundle: Path,
+    inputs: Sequence[Path],
+    out: Path,
+    *,
+    batch: int,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """`predict` with the heat range of the detector's calibration, then the report of all rows in `out`.
+
+    Raises what `predict` and `write_report` raise.
+    """
+    rows = predict(detector, inputs, out, batch=batch, heat_range=heat_range(detector.calibration), on_row=on_row)
+    title = f"Inspection with {detector.manifest.name}"
+    write_report(out, REPORT, rows, run_settings(detector, bundle), title)
+    return rows
+
+
+def heat_range(calibration: Calibration | None) -> HeatRange | None:
+    """From the coolest pixel of good parts, with the hottest of theirs at half heat; None without a calibration."""
+    if calibration is None:
+        return None
+    return HeatRange(calibration.map_low, 2 * calibration.map_high - calibration.map_low)
+
+
+def run_settings(detector: Detector, bundle: Path) -> dict[str, str]:
+    """All a reader needs to repeat a run: names, hashes (the manifest's covers every file's) and settings, as text."""
+    manifest_hash = hashlib.sha256((bundle / FILE_NAME).read_bytes()).hexdigest()
+    return {"manifest.sha256": manifest_hash, **dict(_flat(detector.provenance))}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", str(value)
+
+
+def calibrate_folder(
+    bundle: Path,
+    good: Path,
+    false_alarm_rate: float,
+    product: str = "default",
+    *,
+    samples: int | None = None,
+    threads: int | None = None,
+) -> Calibration:
+    """Calibrates `product` on all images of the folder `good` and stores the result in the bundle's manifest.
+
+    Raises:
+        UsageError: wrong paths, a bundle that cannot be used.
+        ImageError: a file that cannot be read: a calibration on fewer images than asked for would be a silent one.
+        MdpsError: the manifest cannot be written.
+    """
+    images = find_images([good])
+    with load(bundle, product=product, samples=samples, threads=threads, calibrated=False, warm_up=False) as detector:
+        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
+    manifest = Manifest.read(bundle, verify=False).with_calibration(product, calibration)
+    with writing(bundle / FILE_NAME):
+        manifest.write(bundle)
+    return calibration

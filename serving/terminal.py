@@ -1,0 +1,88 @@
+"""The command line's manners: errors as one sentence, exit codes, values for people or for programs."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+_INTERRUPTED, _PIPE_CLOSED = 130, 141  # what a shell reports for the two signals
+
+
+@contextmanager
+def needs(*extras: str) -> Iterator[None]:
+    """Turns a missing package into a sentence that says which extras bring it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "mdps":
+            raise
+        raise click.ClickException(
+            f"this command needs {error.name}, which is not installed: pip install 'mdps[{','.join(extras)}]'"
+        ) from error
+
+
+def print_values(values: Mapping[str, Any], as_json: bool) -> None:
+    """One JSON object on one line, or a line a value with inner keys below their own."""
+    click.echo(json.dumps(values) if as_json else "\n".join(_lines(values, "")))
+
+
+def _lines(value: Any, indent: str) -> Iterator[str]:
+    pairs = value.items() if isinstance(value, Mapping) else (("-", item) for item in value)
+    for key, item in pairs:
+        label = key if key == "-" else f"{key}:"
+        if isinstance(item, Mapping) or (isinstance(item, list | tuple) and not _is_short(item)):
+            yield f"{indent}{label}"
+            yield from _lines(item, indent + "  ")
+        else:
+            yield f"{indent}{label} {_plain(item)}"
+
+
+def _is_short(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, int | float) for item in items) and len(items) <= 8
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and gives its exit code; whatever goes wrong ends as one sentence on stderr."""
+    state: dict[str, bool] = {}
+    try:
+        result = command.main(args=arguments, prog_name=command.name, obj=state, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left. Python would complain when it flushes at exit, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    except Exception as error:
+        if state.get("traceback"):
+            traceback.print_exc()
+        return _explain(error, state)
+
+
+def _explain(error: Exception, state: Mapping[str, bool]) -> int:
+    from mdps.runtime.errors import MdpsError
+
+    if isinstance(error, MdpsError):
+        click.echo(f"Error: {error}", err=True)
+        return error.exit_code
+    kind = type(error).__name__
+    hint = "" if state.get("traceback") else "; run it again with --traceback to see where, and report it"
+    click.echo(f"Error: unexpected {kind}: {error}{hint}", err=True)
+    return 1

@@ -1,0 +1,282 @@
+"""Judging folders: what is found, what outputs are called, and that one bad file stops nothing."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mdps.runtime.detector import Result
+from mdps.runtime.errors import BackendError, MdpsError, UsageError
+from mdps.serving.folder import judge_all, predict
+from mdps.serving.inputs import find_images, output_names
+from mdps.serving.rows import Row, RowFile
+
+
+class BrightnessDetector:
+    """Scores an image by its mean, so that a result tells which image it belongs to."""
+
+    def __init__(self, threshold: float | None = 0.5) -> None:
+        self.threshold = threshold
+        self.batches: list[int] = []
+
+    def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+        self.batches.append(len(images))
+        return [self._judge(np.asarray(image, np.float32) / 255) for image in images]
+
+    def _judge(self, pixels: np.ndarray) -> Result:
+        score = float(pixels.mean())
+        observation = (pixels.transpose(2, 0, 1) * 2 - 1).astype(np.float32)
+        verdict: Any = None if self.threshold is None else "fail" if score > self.threshold else "pass"
+        anomaly_map = pixels.mean(axis=2)
+        values: dict[str, Any] = {
+            "score": score,
+            "threshold": self.threshold,
+            "verdict": verdict,
+            "anomaly_map": anomaly_map,
+            "mask": anomaly_map > 0.5,
+            "posterior_sample": observation,
+            "observation": observation,
+            "times": {"total": 1.0},
+        }
+        return Result(**values)
+
+
+def save(path: Path, level: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (16, 16), (level, level, level)).save(path)
+    return path
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+# Finding images
+
+
+def test_folders_are_searched_to_the_bottom_and_other_files_passed_over(tmp_path: Path) -> None:
+    wanted = [save(tmp_path / name, 0) for name in ("a.png", "deep/er/b.JPG", "deep/c.webp", "z.tiff")]
+    for other in ("notes.txt", ".hidden.png", "deep/.cache/d.png"):
+        save(tmp_path / "x.png", 0).rename((tmp_path / other).parent.mkdir(exist_ok=True) or tmp_path / other)
+    assert set(find_images([tmp_path])) == set(wanted)
+
+
+def test_the_order_is_that_of_the_inputs_then_of_names_and_nothing_comes_twice(tmp_path: Path) -> None:
+    b, a = save(tmp_path / "two" / "b.png", 0), save(tmp_path / "one" / "a.png", 0)
+    c = save(tmp_path / "one" / "c.png", 0)
+    assert find_images([b, tmp_path / "one", tmp_path / "two", a]) == [b, a, c]
+
+
+def test_a_file_is_taken_whatever_its_suffix(tmp_path: Path) -> None:
+    odd = save(tmp_path / "a.png", 0).rename(tmp_path / "frame.raw")
+    assert find_images([odd]) == [odd]
+
+
+def test_outputs_of_an_earlier_run_are_no_input(tmp_path: Path) -> None:
+    image = save(tmp_path / "a.png", 0)
+    save(tmp_path / "out" / "overlays" / "a.png", 0)
+    assert find_images([tmp_path], exclude=tmp_path / "out") == [image]
+
+
+def test_a_wrong_path_and_a_folder_without_images_are_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere does not exist"):
+        find_images([tmp_path / "nowhere"])
+    with pytest.raises(UsageError, match="holds no image"):
+        find_images([tmp_path])
+
+
+# Names of outputs
+
+
+def test_names_tell_where_an_image_came_from() -> None:
+    assert output_names([Path("t/good/000.png"), Path("t/crack/000.png")]) == ["good_000", "crack_000"]
+    assert output_names([Path("t/good/000.png")]) == ["000"]
+
+
+def test_names_that_would_meet_are_told_apart() -> None:
+    names = output_names([Path("a/b.png"), Path("a_b.png"), Path("a/b.jpg"), Path("A/B.png")])
+    assert len({name.casefold() for name in names}) == 4
+
+
+@given(st.lists(st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=80), max_size=8))
+def test_any_name_becomes_one_that_every_system_takes(stems: list[str]) -> None:
+    names = output_names([Path("folder") / f"{stem}.png" for stem in stems])
+    assert len({name.casefold() for name in names}) == len(stems)
+    for name in names:
+        assert name == name.strip(" .")
+        assert name[0] != "-"
+        assert not set(name) & set('<>:"/\\|?*\n\0')
+        assert len(f"{name}.png".encode()) <= 255
+
+
+# Judging
+
+
+def test_a_run_leaves_rows_maps_and_pictures(tmp_path: Path) -> None:
+    dark, bright = save(tmp_path / "in" / "dark.png", 51), save(tmp_path / "in" / "bright.png", 204)
+    out = tmp_path / "out"
+    rows = predict(BrightnessDetector(), [tmp_path / "in"], out)
+    assert [(row.path, row.verdict) for row in rows] == [(str(bright), "fail"), (str(dark), "pass")]
+    assert read_rows(out) == [json.loads(row.to_json()) for row in rows]
+    assert list(read_rows(out)[0]) == ["path", "score", "threshold", "verdict", "map", "ms", "error"]
+    for row in rows:
+        anomaly_map = np.load(out / str(row.map), allow_pickle=False)
+        assert (anomaly_map.dtype, anomaly_map.shape) == (np.float32, (16, 16))
+        assert anomaly_map.mean() == pytest.approx(row.score)
+        with Image.open(out / str(row.overlay)) as overlay:
+            assert overlay.size == (4 * 256 + 12, 256)
+
+
+def test_the_table_says_what_the_lines_say(tmp_path: Path) -> None:
+    save(tmp_path / "in" / 'odd, "name" ü.png', 51)
+    (tmp_path / "in" / "bad.png").write_bytes(b"no image")
+    predict(BrightnessDetector(), [tmp_path / "in"], tmp_path / "out")
+    with (tmp_path / "out" / "results.csv").open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    expected = [
+        {key: "" if value is None else str(value) for key, value in row.items()} for row in read_rows(tmp_path / "out")
+    ]
+    assert table == expected
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_one_bad_file_is_a_row_and_the_rest_completes(tmp_path: Path, batch: int) -> None:
+    for index in range(5):
+        save(tmp_path / "in" / f"{index}.png", 20 * index)
+    whole = (tmp_path / "in" / "1.png").read_bytes()
+    (tmp_path / "in" / "1.png").write_bytes(whole[: len(whole) // 2])
+    detector = BrightnessDetector()
+    rows = predict(detector, [tmp_path / "in"], tmp_path / "out", batch=batch)
+    assert [row.verdict for row in rows] == ["pass", "error", "pass", "pass", "pass"]
+    assert [row.score for row in rows] == [0.0, None, *(pytest.approx(20 * i / 255, abs=1e-6) for i in (2, 3, 4))]
+    assert "1.png" in str(rows[1].error)
+    assert max(detector.batches) <= batch
+
+
+def test_an_image_that_the_detector_refuses_does_not_take_its_batch_along(tmp_path: Path) -> None:
+    class Refusing(BrightnessDetector):
+        def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+            results = super().batch(images)
+            if any(result.score > 0.7 for result in results):
+                raise BackendError("the score is not a number")
+            return results
+
+    images = [save(tmp_path / f"{level}.png", level) for level in (10, 250, 20)]
+    judged = list(judge_all(Refusing(), images, batch=3))
+    assert [item.result if isinstance(item.result, str) else "ok" for item in judged] == [
+        "ok",
+        "the score is not a number",
+        "ok",
+    ]
+
+
+def test_files_of_one_name_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    for folder, level in (("a", 30), ("b", 60), ("c", 90)):
+        save(tmp_path / folder / "part.png", level)
+    rows = predict(BrightnessDetector(), [tmp_path / name for name in "abc"], tmp_path / "out")
+    assert len({row.map for row in rows}) == 3
+    for row in rows:
+        assert np.load(tmp_path / "out" / str(row.map)).mean() == pytest.approx(row.score)
+
+
+@pytest.mark.parametrize("name", ["-rf.png", "mit leer zeichen.png", "日本.png", "a'b\"c.png", "..png"])
+def test_odd_names_are_judged_like_others(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "a.png", 51).rename(tmp_path / name)
+    (row,) = predict(BrightnessDetector(), [tmp_path / name], tmp_path / "out")
+    assert row.verdict == "pass"
+    assert json.loads(row.to_json())["path"] == str(tmp_path / name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only here are names bytes")
+def test_a_name_of_bytes_that_are_no_text_passes_through(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", 51).rename(tmp_path / "bad\udcff.png")
+    predict(BrightnessDetector(), [path], tmp_path / "out")
+    assert read_rows(tmp_path / "out")[0]["path"] == str(path)
+    assert b"bad\xff.png" in (tmp_path / "out" / "results.csv").read_bytes()
+
+
+def test_without_calibration_there_are_scores_and_no_verdicts(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", 51)
+    (row,) = predict(BrightnessDetector(threshold=None), [tmp_path / "a.png"], tmp_path / "out")
+    assert (row.verdict, row.threshold, row.error) == (None, None, None)
+    assert row.score == pytest.approx(0.2)
+
+
+# Interruptions and disks
+
+
+def test_rows_are_on_disk_when_they_are_announced(tmp_path: Path) -> None:
+    for index in range(4):
+        save(tmp_path / "in" / f"{index}.png", 20 * index)
+    seen: list[Row] = []
+
+    def check(row: Row) -> None:
+        seen.append(row)
+        assert [entry["path"] for entry in read_rows(tmp_path / "out")] == [item.path for item in seen]
+        assert (tmp_path / "out" / str(row.map)).is_file()
+
+    predict(BrightnessDetector(), [tmp_path / "in"], tmp_path / "out", batch=2, on_row=check)
+    assert len(seen) == 4
+
+
+def test_an_interrupted_run_leaves_complete_rows_and_no_report_of_an_earlier_one(tmp_path: Path) -> None:
+    for index in range(4):
+        save(tmp_path / "in" / f"{index}.png", 20 * index)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.html").write_text("earlier")
+
+    class Interrupted(BrightnessDetector):
+        def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+            if len(self.batches) == 2:
+                raise KeyboardInterrupt
+            return super().batch(images)
+
+    with pytest.raises(KeyboardInterrupt):
+        predict(Interrupted(), [tmp_path / "in"], tmp_path / "out", batch=1)
+    assert len(read_rows(tmp_path / "out")) == 2
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def test_an_output_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    image = save(tmp_path / "a.png", 0)
+    with pytest.raises(UsageError, match="cannot be used as a folder"):
+        predict(BrightnessDetector(), [image], image)
+
+
+FILL = """
+import resource, sys
+from pathlib import Path
+from mdps.runtime.errors import MdpsError
+from mdps.serving.rows import RowFile
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # the system refuses byte 101, as a full disk does
+with RowFile(Path(sys.argv[1])) as file:
+    try:
+        for _ in range(9):
+            file.append("x" * 29 + "\\n")
+    except MdpsError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
+def test_a_disk_that_fills_up_within_a_row_leaves_whole_rows_and_a_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, str(tmp_path / "rows")], capture_output=True, text=True, check=True
+    )
+    assert "cannot be written" in done.stdout
+    assert (tmp_path / "rows").read_text() == ("x" * 29 + "\n") * 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_sentence() -> None:
+    with pytest.raises(MdpsError, match="No space left on device"):
+        RowFile(Path("/dev/full"), "header\n")
