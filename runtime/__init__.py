@@ -6,8 +6,9 @@ with mdps.runtime.load("bundle") as detector:
 """
 
 from mdps.runtime.calibration import Calibration, CalibrationWarning, calibrate
-from mdps.runtime.detector import Detector, Result, load
+from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, MdpsError, UsageError
+from mdps.runtime.loading import load
 from mdps.runtime.settings import (
     MaskSettings,
     PassSettings,

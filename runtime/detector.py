@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
@@ -192,32 +191,4 @@ def _join(parts: list[Inspection]) -> Inspection:
         first_map=np.concatenate([part.first_map for part in parts]),
         posterior_samples=np.concatenate([part.posterior_samples for part in parts]),
         times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
-    )
-
-
-def load(
-    path: Path | str,
-    *,
-    product: str = "default",
-    provider: str = "cpu",
-    threads: int | None = None,
-    samples: int | None = None,
-    seed: int | None = None,
-    calibrated: bool = True,
-    max_batch: int = 8,
-    warm_up: bool = True,
-) -> Detector:
-    """Load a bundle; see `mdps.runtime.loading.load`, which this is."""
-    from mdps.runtime.loading import load as load_bundle
-
-    return load_bundle(
-        path,
-        product=product,
-        provider=provider,
-        threads=threads,
-        samples=samples,
-        seed=seed,
-        calibrated=calibrated,
-        max_batch=max_batch,
-        warm_up=warm_up,
     )
