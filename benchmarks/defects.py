@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from mdps.runtime.errors import UsageError
+
 Plane = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Layer = tuple[Plane, Plane]
@@ -115,7 +117,7 @@ def put(
     """A copy of the grey `picture` [H, W] with one defect of `kind` in it, and the defect's mask [H, W].
 
     `foreign` [H, W] is a crop of another photograph. Defects that a person would hardly see (a missing spot on
-    plain ground, say) are drawn anew, up to a hundred times.
+    plain ground, say) are drawn anew, up to a hundred times; then UsageError.
     """
     for _ in range(100):
         opacity, material = KINDS[kind](picture.astype(np.float64), foreign.astype(np.float64), rng)
@@ -125,4 +127,4 @@ def put(
         change = np.abs(after.astype(np.float64) - picture)
         if mask.sum() >= 20 and change[mask].mean() >= 2 * VISIBLE:
             return after, mask
-    raise ValueError(f"no visible defect of kind {kind!r} fits this picture; it may be uniformly black or white")
+    raise UsageError(f"no visible defect of kind {kind!r} fits this picture; it may be uniformly black or white")

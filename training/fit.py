@@ -55,8 +55,10 @@ def fit(
         if (out / CHECKPOINT).exists():
             state.restore(out / CHECKPOINT, source.fingerprint)
         schedule = NoiseSchedule.linear()
-        _train(state, source, schedule, out, on_log)
-    save_denoiser(out / DENOISER, state.ema, schedule=schedule, prediction="eps", preprocessing=preprocessing)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=where.type == "cuda"):
+            _train(state, source, schedule, out, on_log)
+    notes = {"training": config.to_json(), "steps": state.step, "images": source.fingerprint}
+    save_denoiser(out / DENOISER, state.ema, schedule, "eps", preprocessing.to_json(), notes)
     return out / DENOISER
 
 
