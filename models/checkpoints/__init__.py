@@ -1,0 +1,18 @@
+"""Reads the denoisers that public code writes, and writes our own."""
+
+from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
+from mdps.models.checkpoints.own import save_denoiser
+from mdps.models.checkpoints.report import CheckpointReport
+from mdps.models.checkpoints.statements import LoadOptions, Prediction
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReport",
+    "Denoiser",
+    "LoadOptions",
+    "Prediction",
+    "describe_checkpoint",
+    "load_denoiser",
+    "save_denoiser",
+]

@@ -1,0 +1,195 @@
+"""A diffusers `UNet2DModel`: config.json and weights in a folder, or in `unet/` of a pipeline's folder.
+
+Nothing of diffusers is imported. Constructor arguments that change what the network computes and have no counterpart
+here are refused by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.statements import Statement, parse_prediction
+from mdps.runtime.errors import UsageError
+from mdps.runtime.schedule import NoiseSchedule
+
+_WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+
+# The defaults of UNet2DModel's constructor: a config.json of an older version leaves out what was added since.
+_DEFAULTS: dict[str, Any] = {
+    "sample_size": None,
+    "in_channels": 3,
+    "out_channels": 3,
+    "center_input_sample": False,
+    "time_embedding_type": "positional",
+    "time_embedding_dim": None,
+    "freq_shift": 0,
+    "flip_sin_to_cos": True,
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"],
+    "mid_block_type": "UNetMidBlock2D",
+    "up_block_types": ["AttnUpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [224, 448, 672, 896],
+    "layers_per_block": 2,
+    "mid_block_scale_factor": 1,
+    "downsample_padding": 1,
+    "downsample_type": "conv",
+    "upsample_type": "conv",
+    "dropout": 0.0,
+    "act_fn": "silu",
+    "attention_head_dim": 8,
+    "norm_num_groups": 32,
+    "attn_norm_num_groups": None,
+    "norm_eps": 1e-5,
+    "resnet_time_scale_shift": "default",
+    "add_attention": True,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "num_train_timesteps": None,
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "center_input_sample": (False,),
+    "time_embedding_type": ("positional",),
+    "mid_block_type": ("UNetMidBlock2D",),
+    "mid_block_scale_factor": (1,),
+    "downsample_padding": (0, 1),
+    "act_fn": ("silu", "swish"),
+    "resnet_time_scale_shift": ("default", "scale_shift"),
+    "add_attention": (True,),
+    "class_embed_type": (None,),
+    "num_class_embeds": (None,),
+    "down_block_types": (),
+    "up_block_types": (),
+}
+_DOWN = {"DownBlock2D": (False, False), "AttnDownBlock2D": (True, None), "ResnetDownsampleBlock2D": (False, True)}
+_UP = {"UpBlock2D": (False, False), "AttnUpBlock2D": (True, None), "ResnetUpsampleBlock2D": (False, True)}
+
+
+def find_folder(path: Path) -> Path:
+    """The folder with config.json: `path` or its `unet/`; CheckpointError without one."""
+    for folder in (path, path / "unet"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise CheckpointError("is a folder without config.json: give a checkpoint file, or a folder saved by diffusers")
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of weights beside config.json."""
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"has no weights: {_WEIGHTS[0]} or {_WEIGHTS[1]} should stand beside its config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json with the constructor's defaults; CheckpointError for variants this project does not have."""
+    stated = _json(folder / "config.json")
+    if stated.get("_class_name", "UNet2DModel") != "UNet2DModel":
+        raise CheckpointError(f"is a diffusers {stated['_class_name']}; only UNet2DModel is supported")
+    config = _DEFAULTS | stated
+    unknown = {key for key in stated if not key.startswith("_")} - set(_DEFAULTS)
+    for name in sorted(unknown):
+        raise CheckpointError(f"has {name} in its config.json, which no supported UNet2DModel has")
+    for name, allowed in _ONLY.items():
+        if allowed and config[name] not in allowed:
+            raise CheckpointError(f"has {name} = {config[name]!r} in its config.json, which is not supported")
+    if config["time_embedding_dim"] not in (None, 4 * config["block_out_channels"][0]):
+        raise CheckpointError(f"has time_embedding_dim = {config['time_embedding_dim']}, which is not supported")
+    if config["attn_norm_num_groups"] not in (None, config["norm_num_groups"]):
+        raise CheckpointError("has an attn_norm_num_groups that differs from norm_num_groups, which is not supported")
+    if config["resnet_time_scale_shift"] == "scale_shift" and config["attn_norm_num_groups"] is None:
+        raise CheckpointError(
+            "has scale_shift and no attn_norm_num_groups, so its middle attention is not normalised: not supported"
+        )
+    return config
+
+
+def describe(config: dict[str, Any], folder: Path) -> Statement:
+    """What config.json and a scheduler's config beside it say."""
+    attention, resampling = _levels(config)
+    widths = config["block_out_channels"]
+    size = config["sample_size"]
+    head = config["attention_head_dim"]
+    network = {
+        "attention_factors": tuple(2**level for level, attends in enumerate(attention) if attends),
+        "num_res_blocks": config["layers_per_block"],
+        "model_channels": widths[0],
+        "resblock_updown": resampling,
+        "scale_shift_norm": config["resnet_time_scale_shift"] == "scale_shift",
+        "new_attention_order": True,
+        "norm_groups": config["norm_num_groups"],
+        "norm_eps": float(config["norm_eps"]),
+        "frequency_shift": float(config["freq_shift"]),
+        "asymmetric_padding": config["downsample_padding"] == 0,
+        "dropout": float(config["dropout"]),
+        # Without a head width diffusers makes one head of each block's whole width.
+        **({"num_heads": 1} if head is None else {"num_head_channels": head}),
+    }
+    if isinstance(size, list) and len(set(size)) == 1:
+        size = size[0]
+    if isinstance(size, int):
+        network["image_size"] = size
+    schedule = _scheduler(folder)
+    return Statement("config.json", network, *(schedule or (None, None)))
+
+
+def _levels(config: dict[str, Any]) -> tuple[list[bool], bool]:
+    """Which levels attend, and whether residual blocks change the resolution, if all blocks agree on it."""
+    down, up = config["down_block_types"], config["up_block_types"]
+    for name in [*down, *up]:
+        if name not in _DOWN | _UP:
+            raise CheckpointError(f"has blocks of type {name}, which is not supported")
+    if not len(down) == len(up) == len(config["block_out_channels"]):
+        raise CheckpointError("has a config.json whose lists of blocks and channels differ in length: it is damaged")
+    attention = [_DOWN[name][0] for name in down]
+    if attention != [_UP[name][0] for name in reversed(up)]:
+        raise CheckpointError("attends at different levels on its way down and up, which is not supported")
+    # The last down block and the last up block change no resolution, so their kind does not matter.
+    kinds = {_resnet(_DOWN[name][1], config["downsample_type"]) for name in down[:-1]}
+    kinds |= {_resnet(_UP[name][1], config["upsample_type"]) for name in up[:-1]}
+    if len(kinds) > 1:
+        raise CheckpointError("changes resolution by convolutions here and residual blocks there: not supported")
+    return attention, kinds == {True}
+
+
+def _resnet(fixed: bool | None, chosen: str) -> bool:
+    if fixed is None and chosen not in ("conv", "resnet"):
+        raise CheckpointError(f"changes resolution by {chosen!r}, which is not supported")
+    return chosen == "resnet" if fixed is None else fixed
+
+
+def _scheduler(folder: Path) -> tuple[NoiseSchedule, Any] | None:
+    """Noise schedule and prediction of the scheduler saved beside the network, if one was."""
+    for place in (folder, folder / "scheduler", folder.parent / "scheduler"):
+        if (place / "scheduler_config.json").is_file():
+            config = _json(place / "scheduler_config.json")
+            return _betas(config), parse_prediction(config.get("prediction_type", "epsilon"), "scheduler_config.json")
+    return None
+
+
+def _betas(config: dict[str, Any]) -> NoiseSchedule:
+    kind, steps = config.get("beta_schedule", "linear"), config.get("num_train_timesteps", 1000)
+    if config.get("rescale_betas_zero_snr"):
+        raise CheckpointError("has a scheduler with rescale_betas_zero_snr, which is not supported")
+    try:
+        if config.get("trained_betas") is not None:
+            return NoiseSchedule(tuple(float(beta) for beta in config["trained_betas"]))
+        ends = (steps, config.get("beta_start", 1e-4), config.get("beta_end", 0.02))
+        if kind == "linear":
+            return NoiseSchedule.linear(*ends)
+        if kind == "scaled_linear":
+            return NoiseSchedule.scaled_linear(*ends)
+        if kind == "squaredcos_cap_v2":
+            return NoiseSchedule.cosine(steps)
+    except (UsageError, TypeError, ValueError) as error:
+        raise CheckpointError(f"has a scheduler_config.json with wrong betas ({error}): mend it") from None
+    raise CheckpointError(f"has a scheduler with beta_schedule = {kind!r}, which is not supported")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        obj = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"has a {path.name} that cannot be read as JSON ({error})") from None
+    if not isinstance(obj, dict):
+        raise CheckpointError(f"has a {path.name} that is no JSON object")
+    return obj

@@ -1,0 +1,111 @@
+"""From a path to a denoiser that is ready to run, or to a report of what it is."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdps.models.checkpoints.errors import CheckpointError, naming
+from mdps.models.checkpoints.files import sha256_of
+from mdps.models.checkpoints.layouts import Tensors
+from mdps.models.checkpoints.report import CheckpointReport
+from mdps.models.checkpoints.resolve import Resolved, resolve
+from mdps.models.checkpoints.sources import Source, open_source
+from mdps.models.checkpoints.statements import LoadOptions, Prediction
+from mdps.models.checkpoints.structure import check_fit, infer_structure
+from mdps.models.unet import UNet, UNetConfig
+from mdps.runtime.schedule import NoiseSchedule
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """A frozen network in eval mode and all that is needed to call it."""
+
+    network: UNet
+    config: UNetConfig
+    schedule: NoiseSchedule
+    prediction: Prediction
+    preprocessing: dict[str, Any] | None
+    report: CheckpointReport
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def load_denoiser(path: Path | str, options: LoadOptions | None = None) -> Denoiser:
+    """Read a checkpoint of any supported format; float32, on the CPU, in eval mode, without gradients of weights.
+
+    `options` win over a sidecar JSON, that over what the file says, and that over what its format publishes.
+    Raises CheckpointError, one sentence, for a file that is unreadable, needs code, is of another architecture, is
+    damaged, or leaves open what only an option can say.
+    """
+    path = Path(path)
+    with naming(path):
+        source, resolved = _open(path, options or LoadOptions())
+        config, schedule, prediction = _complete(resolved)
+        check_fit(config, source.tensors)
+    with torch.device("meta"):
+        network = UNet(config)
+    network.load_state_dict(source.tensors, assign=True)
+    network.requires_grad_(False).eval()
+    report = _report(path, source, resolved)
+    return Denoiser(network, config, schedule, prediction, resolved.preprocessing, report, source.extra)
+
+
+def describe_checkpoint(path: Path | str, options: LoadOptions | None = None) -> CheckpointReport:
+    """What a checkpoint is, without building it; `needed` names the missing options. Errors as `load_denoiser`."""
+    path = Path(path)
+    with naming(path):
+        return _report(path, *_open(path, options or LoadOptions()))
+
+
+def _open(path: Path, options: LoadOptions) -> tuple[Source, Resolved]:
+    source = open_source(path)
+    tensors = {key: value.to(torch.float32) for key, value in source.tensors.items()}
+    inferred = infer_structure(tensors)
+    tensors, inferred = _drop_variance(tensors, inferred)
+    resolved = resolve(inferred, [options.statement(), *source.statements], source.published)
+    return replace(source, tensors=tensors), resolved
+
+
+def _complete(resolved: Resolved) -> tuple[UNetConfig, NoiseSchedule, Prediction]:
+    """What `resolved` settles, if nothing is left open."""
+    if resolved.needed:
+        raise CheckpointError(f"does not say all that is needed: give {', and '.join(resolved.needed)}")
+    if resolved.schedule is None or resolved.prediction is None:
+        raise CheckpointError("says neither noise schedule nor prediction: write both into a JSON beside it")
+    fields = {name: value for name, value in resolved.fields.items() if name != "learned_variance"}
+    config = UNetConfig(**fields)
+    if (config.in_channels, config.out_channels) != (3, 3):
+        raise CheckpointError(
+            f"takes {config.in_channels} and gives {config.out_channels} channels, but images here have 3: "
+            "train on RGB (grey images become three equal channels)"
+        )
+    return config, resolved.schedule, resolved.prediction
+
+
+def _drop_variance(tensors: Tensors, inferred: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """A network that learned its variance gives twice the channels; the first half is eps (Nichol & Dhariwal 2021)."""
+    channels = inferred["in_channels"]
+    if inferred["out_channels"] != 2 * channels:
+        return tensors, inferred
+    last = {key: tensors[key][:channels].clone() for key in ("out.2.weight", "out.2.bias") if key in tensors}
+    return tensors | last, inferred | {"out_channels": channels, "learned_variance": True}
+
+
+def _report(path: Path, source: Source, resolved: Resolved) -> CheckpointReport:
+    shown = resolved.fields.keys() - resolved.given.keys() - resolved.assumed.keys()
+    return CheckpointReport(
+        format=source.format,
+        path=str(path),
+        sha256=sha256_of(source.weights),
+        parameters=sum(tensor.numel() for tensor in source.tensors.values()),
+        inferred={name: _plain(value) for name, value in resolved.fields.items() if name in shown},
+        given={name: entry | {"value": _plain(entry["value"])} for name, entry in resolved.given.items()},
+        assumed={name: _plain(value) for name, value in resolved.assumed.items()},
+        needed=resolved.needed,
+        ignored=source.ignored,
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

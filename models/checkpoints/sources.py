@@ -1,0 +1,102 @@
+"""A path in any of the supported formats -> tensors under our keys, and what is said about them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mdps.models.checkpoints import diffusers, diffusers_keys, own
+from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.files import read_file
+from mdps.models.checkpoints.layouts import AUTHORS, Found, Tensors, find_network
+from mdps.models.checkpoints.statements import Statement, network_fields, read_sidecar
+from mdps.runtime.errors import UsageError
+from mdps.runtime.schedule import NoiseSchedule
+
+# What the public code of each layout does unless told otherwise.
+_AUTHORS_PUBLISHED = Statement(
+    "published defaults",
+    {"image_size": 256, "num_heads": 4, "new_attention_order": False},
+    NoiseSchedule.linear(),
+    "eps",
+)
+_OPENAI_PUBLISHED = Statement("published defaults", {"new_attention_order": False}, NoiseSchedule.linear(), "eps")
+_DIFFUSERS_PUBLISHED = Statement("published defaults", {}, NoiseSchedule.linear(), "eps")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint under our keys. `statements` go from strongest to weakest; `published` is what is assumed."""
+
+    format: str
+    weights: Path
+    tensors: Tensors
+    statements: list[Statement]
+    published: Statement
+    ignored: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def open_source(path: Path) -> Source:
+    """Recognise and read a checkpoint; CheckpointError as `load_denoiser`."""
+    if path.is_dir():
+        folder = diffusers.find_folder(path)
+        return _diffusers(folder, diffusers.weights_file(folder))
+    loaded, metadata = read_file(path)
+    sidecar = read_sidecar(path)
+    statements = [sidecar] if sidecar else []
+    if own.METADATA_KEY in metadata:
+        statement, extra = own.read_description(metadata)
+        return Source("mdps", path, loaded, [*statements, statement], Statement("defaults"), extra=extra)
+    found = find_network(loaded)
+    if found.layout.convert is None:
+        if not (path.parent / "config.json").is_file():
+            raise CheckpointError(
+                "is a diffusers network without its config.json: give the folder that holds both, as diffusers saves it"
+            )
+        return _diffusers(path.parent, path)
+    if found.arguments:
+        statements.append(_from_arguments(found.arguments))
+    published = _AUTHORS_PUBLISHED if found.layout is AUTHORS else _OPENAI_PUBLISHED
+    return Source(_format(found), path, found.layout.convert(found.tensors), statements, published, found.ignored)
+
+
+def _diffusers(folder: Path, weights: Path) -> Source:
+    config = diffusers.read_config(folder)
+    found = find_network(read_file(weights)[0])
+    if found.layout.name != "diffusers":
+        raise CheckpointError(f"has a config.json of diffusers beside weights of the layout {found.layout.name}")
+    tensors = diffusers_keys.convert(found.tensors, config["layers_per_block"], config["flip_sin_to_cos"])
+    return Source(
+        "diffusers", weights, tensors, [diffusers.describe(config, folder)], _DIFFUSERS_PUBLISHED, found.ignored
+    )
+
+
+def _format(found: Found) -> str:
+    """The name of the code that writes this layout in this wrapper."""
+    if found.layout is AUTHORS:
+        named = {"unet_model_state_dict": "diffusionad", "ema": "anoddpm", "model_state_dict": "anoddpm"}
+        if found.wrapper in named:
+            return named[found.wrapper]
+    return f"{found.layout.name} in lightning" if found.wrapper == "state_dict" else found.layout.name
+
+
+def _from_arguments(arguments: Mapping[str, Any]) -> Statement:
+    """What AnoDDPM and DiffusionAD keep beside the weights; the structure itself is read from the tensors."""
+    names = ("img_size", "num_heads", "num_head_channels", "n_heads", "n_head_channels")
+    said = {name: arguments[name] for name in names if name in arguments}
+    return Statement("file", network_fields(said, "dictionary of arguments"), _schedule(arguments))
+
+
+def _schedule(arguments: Mapping[str, Any]) -> NoiseSchedule | None:
+    kind, steps = arguments.get("beta_schedule"), arguments.get("T") or 1000
+    if kind in (None, ""):
+        return None
+    try:
+        if kind == "linear":  # both codes stretch the betas so that any number of steps ends in the same noise
+            return NoiseSchedule.linear(steps, 0.1 / steps, 20 / steps)
+        if kind == "cosine":
+            return NoiseSchedule.cosine(steps)
+    except (UsageError, TypeError, ValueError) as error:
+        raise CheckpointError(f"was trained with arguments that give no noise schedule ({error})") from None
+    raise CheckpointError(f"was trained with beta_schedule = {kind!r}, which is not supported: use linear or cosine")

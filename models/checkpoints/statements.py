@@ -1,0 +1,219 @@
+"""What is said about a network beside its tensors: by the file, a sidecar, the user, or what its code publishes."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mdps.models.checkpoints.errors import CheckpointError
+from mdps.runtime.errors import UsageError, require
+from mdps.runtime.schedule import NoiseSchedule
+
+Prediction = Literal["eps", "v", "x0"]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """UNetConfig fields, schedule, prediction and preprocessing as `origin` states them; the rest is absent."""
+
+    origin: str
+    network: dict[str, Any] = field(default_factory=dict)
+    schedule: NoiseSchedule | None = None
+    prediction: Prediction | None = None
+    preprocessing: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the user says about a checkpoint; wins over the file and its sidecar. UsageError for impossible values."""
+
+    image_size: int | None = None
+    num_heads: int | None = None
+    num_head_channels: int | None = None
+    new_attention_order: bool | None = None
+    schedule: NoiseSchedule | None = None
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "num_heads", "num_head_channels"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
+        both = self.num_heads is not None and self.num_head_channels is not None
+        require(not both, "give --num-heads or --num-head-channels, not both")
+        require(
+            self.prediction is None or self.prediction in get_args(Prediction),
+            f"--prediction must be one of {', '.join(get_args(Prediction))}, not {self.prediction}",
+        )
+
+    def statement(self) -> Statement:
+        """The same as a Statement."""
+        names = ("image_size", "num_heads", "num_head_channels", "new_attention_order")
+        network = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return Statement("options", network, self.schedule, self.prediction)
+
+
+def read_sidecar(path: Path) -> Statement | None:
+    """The JSON beside a checkpoint (`name.ext.json`, else `name.json`), or None if there is none."""
+    for sidecar in (path.with_name(path.name + ".json"), path.with_suffix(".json")):
+        if sidecar.is_file():
+            try:
+                return parse_description(json.loads(sidecar.read_text(encoding="utf-8")), f"sidecar {sidecar.name}")
+            except (ValueError, OSError) as error:
+                raise CheckpointError(f"has a sidecar {sidecar.name} that is no JSON ({error}): mend it") from None
+    return None
+
+
+def parse_description(obj: Any, origin: str) -> Statement:
+    """A Statement from {"network", "schedule", "prediction", "preprocessing", ...}; other keys are for people."""
+    if not isinstance(obj, dict) or not obj.keys() & {"network", "schedule", "prediction", "preprocessing"}:
+        raise CheckpointError(
+            f'has a {origin} that describes no denoiser: it needs "network", "schedule" or "prediction"; '
+            "mend it, or rename it if it belongs to something else"
+        )
+    try:
+        schedule = NoiseSchedule.from_json(obj["schedule"]) if "schedule" in obj else None
+    except UsageError as error:
+        raise CheckpointError(f"has a {origin} with a wrong schedule: {error}") from None
+    return Statement(
+        origin,
+        network_fields(obj.get("network", {}), origin),
+        schedule,
+        parse_prediction(obj["prediction"], origin) if "prediction" in obj else None,
+        obj.get("preprocessing"),
+    )
+
+
+def parse_prediction(name: Any, origin: str) -> Prediction:
+    """Our name for what a network predicts, from ours or diffusers' names."""
+    names: dict[Any, Prediction] = {
+        "epsilon": "eps",
+        "v_prediction": "v",
+        "sample": "x0",
+        "eps": "eps",
+        "v": "v",
+        "x0": "x0",
+    }
+    if not isinstance(name, str) or name not in names:
+        raise CheckpointError(f"has a {origin} with prediction {name!r}: use one of eps, v, x0")
+    return names[name]
+
+
+_ALIASES = {
+    "img_size": "image_size",
+    "num_channels": "model_channels",
+    "base_channels": "model_channels",
+    "channel_mults": "channel_mult",
+    "n_heads": "num_heads",
+    "n_head_channels": "num_head_channels",
+    "biggan_updown": "resblock_updown",
+    "use_scale_shift_norm": "scale_shift_norm",
+    "use_new_attention_order": "new_attention_order",
+    "attention_resolutions_as_downsample_factors": "attention_factors",
+}
+# Switches of training code, or sizes that the tensors show; they do not change what the network computes.
+_NO_EFFECT = {"use_checkpoint", "use_fp16", "learn_sigma"}
+# Variants this project does not have: the values that mean "not used".
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "num_classes": (None,),
+    "class_cond": (None, False),
+    "dims": (2,),
+    "num_heads_upsample": (None, -1),
+    "use_spatial_transformer": (None, False),
+}
+
+
+def network_fields(obj: Any, origin: str) -> dict[str, Any]:
+    """UNetConfig fields from constructor arguments under guided-diffusion's, the authors' or our names.
+
+    "" and None, and -1 for the channels of a head, mean "not said". Unknown names and wrong types: CheckpointError.
+    """
+    if not isinstance(obj, dict):
+        raise CheckpointError(f"has a {origin} whose network is no object: give names and values")
+    fields: dict[str, Any] = {}
+    for name, value in obj.items():
+        if name in _ABSENT and value not in _ABSENT[name]:
+            raise CheckpointError(f"has a {origin} with {name} = {value!r}, which is not supported")
+        if name in _NO_EFFECT or name in _ABSENT or value is None or value == "":
+            continue
+        if name == "attention_resolutions":
+            fields["attention_factors"] = _factors(value, obj, origin)
+            continue
+        ours = _ALIASES.get(name, name)
+        if ours not in _PARSERS:
+            raise CheckpointError(f"has a {origin} with the unknown network field {name!r}")
+        try:
+            fields[ours] = _PARSERS[ours](value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"has a {origin} with {name} = {value!r}, which is no value for it") from None
+    if fields.get("num_head_channels") == -1:
+        del fields["num_head_channels"]
+    return fields
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return float(value)
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _square(value: Any) -> int:
+    """64, or the [64, 64] of AnoDDPM's arguments."""
+    sides = {_whole(side) for side in value} if isinstance(value, list | tuple) else {_whole(value)}
+    if len(sides) != 1:
+        raise ValueError
+    return sides.pop()
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    """[1, 2], or guided-diffusion's "1,2"."""
+    items = [float(part) for part in value.split(",")] if isinstance(value, str) else [_number(item) for item in value]
+    return tuple(int(item) if item.is_integer() else item for item in items)
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "image_size": _square,
+    "in_channels": _whole,
+    "out_channels": _whole,
+    "model_channels": _whole,
+    "channel_mult": _numbers,
+    "num_res_blocks": _whole,
+    "attention_factors": _numbers,
+    "num_heads": _whole,
+    "num_head_channels": _whole,
+    "new_attention_order": _switch,
+    "scale_shift_norm": _switch,
+    "resblock_updown": _switch,
+    "conv_resample": _switch,
+    "norm_groups": _whole,
+    "norm_eps": _number,
+    "frequency_shift": _number,
+    "asymmetric_padding": _switch,
+    "dropout": _number,
+}
+
+
+def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ...]:
+    """Downsampling factors: what the constructor takes as a list; a string ("32,16") holds resolutions instead."""
+    try:
+        numbers = _numbers(value)
+        if not isinstance(value, str):
+            return numbers
+        size = _square(obj.get("image_size", obj.get("img_size")))
+        return tuple(size // int(number) for number in numbers)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise CheckpointError(
+            f"has a {origin} with attention_resolutions = {value!r}, which is no value for it"
+        ) from None

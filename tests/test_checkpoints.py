@@ -1,0 +1,649 @@
+"""Loaders against what the public code of each format computed, and every way a file can be wrong."""
+
+import collections
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mdps.models.checkpoints import (
+    CheckpointError,
+    Denoiser,
+    LoadOptions,
+    describe_checkpoint,
+    load_denoiser,
+    save_denoiser,
+)
+from mdps.models.unet import UNet, UNetConfig
+from mdps.runtime.errors import UsageError
+from mdps.runtime.schedule import NoiseSchedule
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+State = dict[str, torch.Tensor]
+
+FORMATS = {
+    "authors": (LoadOptions(image_size=32), "authors"),
+    "ddad": (LoadOptions(image_size=32), "authors"),
+    "anoddpm_strided": (LoadOptions(), "anoddpm"),
+    "diffusionad": (LoadOptions(image_size=32), "diffusionad"),
+    "openai_learned_sigma": (LoadOptions(image_size=32, num_head_channels=32), "openai"),
+    "openai_pooled_legacy_attention": (LoadOptions(image_size=32, num_heads=1), "openai"),
+    "openai_strided_new_attention": (LoadOptions(image_size=32, num_heads=4, new_attention_order=True), "openai"),
+}
+
+
+def wrap(name: str, state: State) -> dict[str, Any]:
+    """The file layout that the golden JSON of that format states."""
+    if name in ("authors", "ddad"):
+        return {f"module.{key}": value for key, value in state.items()}
+    if name == "anoddpm_strided":
+        args: dict[str, Any] = collections.defaultdict(str)
+        args.update(
+            img_size=[32, 32], num_heads=1, num_head_channels=32, T=1000, beta_schedule="cosine", channel_mults=""
+        )
+        last = {key: value + 1 for key, value in state.items()}
+        return {
+            "n_epoch": 3,
+            "model_state_dict": last,
+            "optimizer_state_dict": {},
+            "ema": state,
+            "args": args,
+            "loss": 0.1,
+        }
+    if name == "diffusionad":
+        other = {"conv.weight": torch.zeros(1)}
+        return {"n_epoch": 3, "unet_model_state_dict": state, "seg_model_state_dict": other, "args": {"T": 1000}}
+    return dict(state)
+
+
+def gradient(
+    network: torch.nn.Module, x_t: torch.Tensor, t: torch.Tensor, a: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of the norm of x0_hat - y of each image with respect to x_t, by autograd."""
+    x = x_t.clone().requires_grad_(True)
+    a = a.reshape(-1, 1, 1, 1)
+    x0_hat = (x - (1 - a).sqrt() * network(x, t)) / a.sqrt()
+    norms = (x0_hat - y).flatten(1).norm(dim=1)
+    return torch.autograd.grad(norms.sum(), x)[0]
+
+
+def check(denoiser: Denoiser, golden: Mapping[str, NDArray[np.float32]]) -> None:
+    x_t, t, y, a = (torch.from_numpy(golden[key]) for key in ("x_t", "t", "observation", "alphas_cumprod"))
+    with torch.no_grad():
+        eps = denoiser.network(x_t, t)
+    np.testing.assert_allclose(eps.numpy(), golden["eps"], atol=1e-4, rtol=0)
+    grad = gradient(denoiser.network, x_t, t, a, y)
+    np.testing.assert_allclose(grad.numpy(), golden["guidance_gradient"], atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def state_of(shared: Path, formula_weights: Callable[..., dict[str, NDArray[np.float32]]]) -> Callable[[str], State]:
+    def make(name: str) -> State:
+        shapes = json.loads((shared / "golden" / "formats" / f"{name}.json").read_text())["state_dict"]
+        return {key: torch.from_numpy(value) for key, value in formula_weights(shapes).items()}
+
+    return make
+
+
+@pytest.fixture
+def small_state(small_weights: dict[str, NDArray[np.float32]]) -> State:
+    return {key: torch.from_numpy(value.copy()) for key, value in small_weights.items()}
+
+
+@pytest.fixture
+def openai_state() -> State:
+    torch.manual_seed(0)
+    config = UNetConfig(image_size=16, model_channels=32, channel_mult=(1, 2), num_res_blocks=1, attention_factors=(2,))
+    return UNet(config).state_dict()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_computes_what_its_public_code_computes(
+    name: str, shared: Path, state_of: Callable[[str], State], tmp_path: Path
+) -> None:
+    options, label = FORMATS[name]
+    path = tmp_path / "checkpoint"
+    torch.save(wrap(name, state_of(name)), path)
+    denoiser = load_denoiser(path, options)
+    assert denoiser.report.format == label
+    assert not denoiser.network.training
+    assert not any(parameter.requires_grad for parameter in denoiser.network.parameters())
+    check(denoiser, np.load(shared / "golden" / "formats" / f"{name}.npz"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_safetensors_of_the_same_keys_load_the_same(
+    name: str, shared: Path, state_of: Callable[[str], State], tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({f"model.diffusion_model.{key}": value for key, value in state_of(name).items()}, path)
+    options = LoadOptions(num_head_channels=32, image_size=32) if name == "anoddpm_strided" else FORMATS[name][0]
+    check(load_denoiser(path, options), np.load(shared / "golden" / "formats" / f"{name}.npz"))
+
+
+def test_reference_checkpoint_reproduces_its_denoiser_call(shared: Path) -> None:
+    golden = np.load(shared / "golden" / "golden.npz")
+    denoiser = load_denoiser(shared / "golden" / "checkpoint", LoadOptions(image_size=64))
+    np.testing.assert_allclose(denoiser.schedule.alphas_cumprod, golden["alpha_bar_0_to_999"], atol=1e-6, rtol=0)
+    x_t, t, y = (torch.from_numpy(np.atleast_1d(golden[key])) for key in ("call_x_t", "call_t", "y"))
+    with torch.no_grad():
+        eps = denoiser.network(x_t, t)
+    np.testing.assert_allclose(eps.numpy(), golden["call_eps"], atol=1e-4, rtol=0)
+    a = torch.tensor(float(np.asarray(golden["call_alpha_bar"]).reshape(-1)[0]))
+    np.testing.assert_allclose(
+        gradient(denoiser.network, x_t, t, a, y).numpy(), golden["call_grad_per_image"], atol=1e-5, rtol=0
+    )
+
+
+def small_step(network: torch.nn.Module, small: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    """First step of the unguided reference pass: x_180 -> x_160, on the numbers that travel with the clone."""
+    alphas = NoiseSchedule.linear().alphas_cumprod
+    a_t, a_s = float(alphas[180]), float(alphas[160])
+    sigma = ((1 - a_s) / (1 - a_t) * (1 - a_t / a_s)) ** 0.5
+    x = torch.from_numpy(small["reference_unguided_states"][:1])
+    with torch.no_grad():
+        eps = network(x, torch.tensor(180.0))
+    x0 = (x - (1 - a_t) ** 0.5 * eps) / a_t**0.5
+    noise = torch.from_numpy(small["reference_unguided_step_noise"][:1])
+    return (a_s**0.5 * x0 + (1 - a_s - sigma**2) ** 0.5 * eps + sigma * noise).numpy()
+
+
+def test_authors_format_without_the_shared_folder(
+    small_state: State, small: Mapping[str, NDArray[np.float32]], tmp_path: Path
+) -> None:
+    torch.save(wrap("authors", small_state), tmp_path / "3000")
+    network = load_denoiser(tmp_path / "3000", LoadOptions(image_size=32)).network
+    np.testing.assert_allclose(small_step(network, small), small["reference_unguided_states"][1:2], atol=1e-4, rtol=0)
+
+
+def test_the_golden_numbers_detect_a_loader_that_only_renames(
+    small_state: State, small: Mapping[str, NDArray[np.float32]], tmp_path: Path
+) -> None:
+    torch.save(small_state, tmp_path / "3000")
+    denoiser = load_denoiser(tmp_path / "3000", LoadOptions(image_size=32))
+    renamed = denoiser.network.state_dict() | {"time_embed.0.weight": small_state["time_embedding.1.weight"]}
+    wrong = UNet(denoiser.config)
+    wrong.load_state_dict(renamed)
+    off = np.abs(small_step(wrong, small) - small["reference_unguided_states"][1:2]).max()
+    assert off > 1e-3
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["module.", "model.", "_orig_mod.", "ema_model.", "diffusion_model.", "model._orig_mod.module.", "denoiser."],
+)
+def test_prefixes_are_stripped_in_any_nesting(prefix: str, small_state: State, tmp_path: Path) -> None:
+    torch.save(small_state, tmp_path / "plain.pt")
+    state = {prefix + key: value for key, value in small_state.items()}
+    if prefix != "_orig_mod.":  # there the whole module was compiled, so nothing can stand beside it
+        state["loss.vgg.weight"] = torch.zeros(2)
+    torch.save({"epoch": 1, "state_dict": state, "hyper_parameters": {"lr": 0.1}}, tmp_path / "wrapped.ckpt")
+    plain = load_denoiser(tmp_path / "plain.pt").network.state_dict()
+    denoiser = load_denoiser(tmp_path / "wrapped.ckpt")
+    assert denoiser.report.format == "authors in lightning"
+    assert denoiser.report.ignored == int(prefix != "_orig_mod.")
+    assert all(torch.equal(value, plain[key]) for key, value in denoiser.network.state_dict().items())
+
+
+def test_compiled_submodules_lose_their_prefix(openai_state: State, tmp_path: Path) -> None:
+    torch.save(
+        {key.replace("middle_block.", "middle_block._orig_mod."): v for key, v in openai_state.items()},
+        tmp_path / "c.pt",
+    )
+    load_denoiser(tmp_path / "c.pt", LoadOptions(image_size=16, num_heads=4))
+
+
+def test_averaged_weights_are_preferred(small_state: State, tmp_path: Path) -> None:
+    last = {f"model.{key}": value + 1 for key, value in small_state.items()}
+    averaged = {f"ema_model.module.{key}": value for key, value in small_state.items()}
+    torch.save({"state_dict": last | averaged}, tmp_path / "a.ckpt")
+    loaded = load_denoiser(tmp_path / "a.ckpt").network.state_dict()
+    assert torch.equal(loaded["input_blocks.0.0.weight"], small_state["down.0.0.weight"])
+
+
+def test_two_networks_are_not_guessed_between(small_state: State, tmp_path: Path) -> None:
+    twice = {f"{name}.{key}": value for name in ("student", "teacher") for key, value in small_state.items()}
+    torch.save(twice, tmp_path / "two.pt")
+    with pytest.raises(CheckpointError, match="several networks"):
+        load_denoiser(tmp_path / "two.pt")
+
+
+def test_learned_variance_is_dropped(state_of: Callable[[str], State], tmp_path: Path) -> None:
+    torch.save(state_of("openai_learned_sigma"), tmp_path / "s.pt")
+    denoiser = load_denoiser(tmp_path / "s.pt", LoadOptions(image_size=32, num_head_channels=32))
+    assert denoiser.config.out_channels == 3
+    assert denoiser.report.inferred["learned_variance"] is True
+
+
+# What the tensors cannot say
+
+
+def test_published_defaults_are_reported_as_assumed(small_state: State, tmp_path: Path) -> None:
+    torch.save(wrap("authors", small_state), tmp_path / "3000")
+    report = load_denoiser(tmp_path / "3000").report
+    assert report.assumed["num_heads"] == 4
+    assert report.assumed["image_size"] == 256
+    assert report.assumed["prediction"] == "eps"
+    assert report.assumed["schedule"] == NoiseSchedule.linear().to_json()
+    assert report.inferred["channel_mult"] == [1, 2]
+
+
+def test_arguments_in_the_file_win_over_published_defaults(state_of: Callable[[str], State], tmp_path: Path) -> None:
+    torch.save(wrap("anoddpm_strided", state_of("anoddpm_strided")), tmp_path / "a.pt")
+    denoiser = load_denoiser(tmp_path / "a.pt")
+    assert denoiser.config.image_size == 32
+    assert denoiser.config.num_head_channels == 32
+    assert denoiser.schedule == NoiseSchedule.cosine()
+    assert set(denoiser.report.assumed) == {"new_attention_order", "prediction"}
+
+
+def test_openai_without_a_sidecar_names_the_options_to_give(openai_state: State, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(openai_state, path)
+    with pytest.raises(UsageError, match=r"model\.pt .*--num-heads or --num-head-channels, and --image-size"):
+        load_denoiser(path)
+    assert describe_checkpoint(path).needed == ["--num-heads or --num-head-channels", "--image-size"]
+    assert "still needed" in str(describe_checkpoint(path))
+
+
+def test_sidecar_supplies_and_options_win(openai_state: State, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(openai_state, path)
+    network = {"image_size": 16, "num_head_channels": 32, "use_new_attention_order": True, "attention_resolutions": "8"}
+    sidecar = {"network": network, "schedule": {"kind": "cosine", "steps": 500}, "prediction": "v"}
+    path.with_suffix(".json").write_text(json.dumps(sidecar))
+    denoiser = load_denoiser(path)
+    assert denoiser.config.num_head_channels == 32
+    assert denoiser.config.new_attention_order
+    assert denoiser.schedule == NoiseSchedule.cosine(500)
+    assert denoiser.prediction == "v"
+    stated = load_denoiser(path, LoadOptions(num_heads=2, prediction="x0", schedule=NoiseSchedule.linear(10)))
+    assert stated.config.num_head_channels is None
+    assert stated.config.num_heads == 2
+    assert stated.prediction == "x0"
+    assert len(stated.schedule) == 10
+    assert stated.report.given["num_heads"] == {"value": 2, "by": "options"}
+    assert stated.report.given["image_size"] == {"value": 16, "by": "sidecar model.json"}
+
+
+def test_our_field_names_serve_in_a_sidecar(openai_state: State, tmp_path: Path) -> None:
+    torch.save(openai_state, tmp_path / "model.pt")
+    config = UNetConfig(image_size=16, model_channels=32, channel_mult=(1, 2), num_res_blocks=1, attention_factors=(2,))
+    (tmp_path / "model.pt.json").write_text(json.dumps({"network": config.to_json()}))
+    assert load_denoiser(tmp_path / "model.pt").config == config
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "sentence"),
+    [
+        ("{", "no JSON"),
+        ("[]", "describes no denoiser"),
+        ('{"loss": 1}', "describes no denoiser"),
+        ('{"network": {"image_sise": 16}}', "image_sise"),
+        ('{"network": {"image_size": "big"}}', "image_size = 'big'"),
+        ('{"network": {"num_classes": 1000}}', "num_classes = 1000"),
+        (
+            '{"network": {"image_size": 16, "num_heads": 4, "model_channels": 64}}',
+            "model_channels = 64, while the tensors",
+        ),
+        ('{"network": {"num_heads": 4, "image_size": 16, "channel_mult": "1,4"}}', "channel_mult"),
+        ('{"schedule": {"kind": "sigmoid"}}', "schedule"),
+        ('{"prediction": "noise"}', "prediction 'noise'"),
+    ],
+)
+def test_wrong_sidecar_is_one_sentence(sidecar: str, sentence: str, openai_state: State, tmp_path: Path) -> None:
+    torch.save(openai_state, tmp_path / "model.pt")
+    (tmp_path / "model.json").write_text(sidecar)
+    with pytest.raises(CheckpointError, match=sentence) as raised:
+        load_denoiser(tmp_path / "model.pt")
+    assert_sentence(raised.value, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"image_size": 0}, {"num_heads": -1}, {"num_heads": 2, "num_head_channels": 3}, {"prediction": "noise"}]
+)
+def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        LoadOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (LoadOptions(image_size=15, num_heads=4), "--image-size"),
+        (LoadOptions(image_size=16, num_heads=5), "--num-heads"),
+    ],
+)
+def test_options_that_do_not_fit_name_themselves(
+    options: LoadOptions, sentence: str, openai_state: State, tmp_path: Path
+) -> None:
+    torch.save(openai_state, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=sentence):
+        load_denoiser(tmp_path / "model.pt", options)
+
+
+def test_real_checkpoint_with_its_sidecar(shared: Path) -> None:
+    denoiser = load_denoiser(shared / "checkpoints" / "bottle_64_openai.pt")
+    assert denoiser.report.parameters == 1_914_723
+    assert denoiser.config.image_size == 64
+    assert denoiser.config.num_head_channels == 32
+    json.dumps(denoiser.report.to_json())
+
+
+# Our own format
+
+
+def test_own_format_needs_no_options(openai_state: State, tmp_path: Path) -> None:
+    torch.save(openai_state, tmp_path / "model.pt")
+    first = load_denoiser(
+        tmp_path / "model.pt", LoadOptions(image_size=16, num_head_channels=32, new_attention_order=True)
+    )
+    schedule, notes, prep = NoiseSchedule.cosine(100), {"images": 209}, {"image_size": [16, 16], "crop": "none"}
+    save_denoiser(tmp_path / "own.safetensors", first.network, schedule, "v", prep, notes)
+    again = load_denoiser(tmp_path / "own.safetensors")
+    assert again.report.format == "mdps"
+    assert again.report.assumed == {}
+    assert (again.config, again.schedule, again.prediction) == (first.config, schedule, "v")
+    assert (again.preprocessing, again.extra) == (prep, notes)
+    x, t = torch.randn(1, 3, 16, 16), torch.tensor(7.0)
+    torch.testing.assert_close(first.network(x, t), again.network(x, t), atol=1e-5, rtol=0)
+    weights = again.network.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in first.network.state_dict().items())
+    assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name] == []
+
+
+@pytest.mark.parametrize(
+    "entry", ["{", "{}", '{"format_version": 99}', '{"format_version": 1, "network": {"image_size": 16, "colour": 1}}']
+)
+def test_own_format_with_a_wrong_header(entry: str, openai_state: State, tmp_path: Path) -> None:
+    save_file(openai_state, tmp_path / "own.safetensors", metadata={"mdps": entry})
+    with pytest.raises(CheckpointError) as raised:
+        load_denoiser(tmp_path / "own.safetensors")
+    assert_sentence(raised.value, tmp_path / "own.safetensors")
+
+
+# diffusers
+
+
+DIFFUSERS_CONFIGS: dict[str, dict[str, Any]] = {
+    "attention": {
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+    },
+    "ddpm": {
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "UpBlock2D"],
+        "block_out_channels": [32, 64, 96],
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+        "downsample_padding": 0,
+        "norm_eps": 1e-6,
+        "attention_head_dim": None,
+    },
+    "adm": {
+        "down_block_types": ["ResnetDownsampleBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "ResnetUpsampleBlock2D"],
+        "downsample_type": "resnet",
+        "upsample_type": "resnet",
+        "resnet_time_scale_shift": "scale_shift",
+        "attn_norm_num_groups": 16,
+        "norm_num_groups": 16,
+        "attention_head_dim": 16,
+        "layers_per_block": 2,
+    },
+    "plain": {
+        "down_block_types": ["DownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "UpBlock2D"],
+        "out_channels": 6,
+    },
+}
+
+
+def diffusers_model(**config: Any) -> Any:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(1)
+    settings = {"sample_size": 16, "block_out_channels": [32, 64], "layers_per_block": 1, **config}
+    return diffusers.UNet2DModel(**settings).eval()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("name", DIFFUSERS_CONFIGS)
+def test_diffusers_network_computes_what_diffusers_computes(name: str, safe: bool, tmp_path: Path) -> None:
+    model = diffusers_model(**DIFFUSERS_CONFIGS[name])
+    model.save_pretrained(tmp_path / "net", safe_serialization=safe)
+    denoiser = load_denoiser(tmp_path / "net")
+    assert denoiser.report.format == "diffusers"
+    assert denoiser.config.image_size == 16
+    x, t = torch.randn(2, 3, 16, 16), torch.tensor([180.0, 40.0])
+    with torch.no_grad():
+        expected = model(x, t).sample[:, :3]
+        np.testing.assert_allclose(denoiser.network(x, t).numpy(), expected.numpy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_diffusers_pipeline_brings_schedule_and_prediction(kind: str, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    diffusers_model(**DIFFUSERS_CONFIGS["plain"]).save_pretrained(tmp_path / "pipeline" / "unet")
+    scheduler = diffusers.DDIMScheduler(beta_schedule=kind, num_train_timesteps=300, prediction_type="v_prediction")
+    scheduler.save_pretrained(tmp_path / "pipeline" / "scheduler")
+    denoiser = load_denoiser(tmp_path / "pipeline")
+    assert denoiser.prediction == "v"
+    np.testing.assert_allclose(denoiser.schedule.alphas_cumprod, scheduler.alphas_cumprod.numpy(), atol=1e-5, rtol=0)
+    assert denoiser.report.assumed == {}
+    from_file = load_denoiser(tmp_path / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+    assert from_file.config == denoiser.config
+
+
+def test_diffusers_names_of_before_2023(tmp_path: Path) -> None:
+    model = diffusers_model(**DIFFUSERS_CONFIGS["attention"])
+    model.save_pretrained(tmp_path)
+    old = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+    state = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    for new, former in old.items():
+        state = {key.replace(new, former): value for key, value in state.items()}
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
+    x, t = torch.randn(1, 3, 16, 16), torch.tensor([180.0])
+    with torch.no_grad():
+        np.testing.assert_allclose(load_denoiser(tmp_path).network(x, t).numpy(), model(x, t).sample.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_class_embeds": 10}, "num_class_embeds"),
+        ({"class_embed_type": "timestep"}, "class_embed_type"),
+        ({"add_attention": False}, "add_attention"),
+        ({"mid_block_scale_factor": 1.4}, "mid_block_scale_factor"),
+        ({"center_input_sample": True}, "center_input_sample"),
+        ({"time_embedding_type": "fourier"}, "time_embedding_type"),
+        ({"act_fn": "gelu"}, "act_fn"),
+        ({"encoder_hid_dim": 3}, "encoder_hid_dim"),
+        ({"resnet_time_scale_shift": "scale_shift"}, "attn_norm_num_groups"),
+        ({"down_block_types": ["SkipDownBlock2D", "DownBlock2D"]}, "SkipDownBlock2D"),
+        ({"down_block_types": ["AttnDownBlock2D", "DownBlock2D"]}, "different levels"),
+        ({"down_block_types": ["ResnetDownsampleBlock2D", "AttnDownBlock2D"]}, "changes resolution"),
+        ({"block_out_channels": [32]}, "differ in length"),
+        ({"_class_name": "UNet2DConditionModel"}, "UNet2DConditionModel"),
+        ({"norm_num_groups": 24}, "24"),
+        ({"layers_per_block": 2}, "lacks whole blocks"),
+    ],
+)
+def test_unsupported_diffusers_networks_are_refused_by_name(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    diffusers_model(**DIFFUSERS_CONFIGS["attention"]).save_pretrained(tmp_path / "net")
+    config = tmp_path / "net" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError, match=sentence) as raised:
+        load_denoiser(tmp_path / "net")
+    assert_sentence(raised.value, tmp_path / "net")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "diffusion_pytorch_model.safetensors"])
+def test_incomplete_diffusers_folder(missing: str, tmp_path: Path) -> None:
+    diffusers_model(**DIFFUSERS_CONFIGS["plain"]).save_pretrained(tmp_path / "net")
+    (tmp_path / "net" / missing).unlink()
+    with pytest.raises(CheckpointError, match=missing):
+        load_denoiser(tmp_path / "net")
+    if missing == "config.json":
+        with pytest.raises(CheckpointError, match=missing):
+            load_denoiser(tmp_path / "net" / "diffusion_pytorch_model.safetensors")
+
+
+# Files that are wrong
+
+
+def assert_sentence(error: Exception, path: Path) -> None:
+    text = str(error)
+    assert str(path) in text
+    assert "\n" not in text
+    assert len(text) < 400
+
+
+class Malicious:
+    """Unpickling makes the file that `proof` names."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_malicious_pickle_is_refused_and_does_not_run(zipped: bool, small_state: State, tmp_path: Path) -> None:
+    path, proof = tmp_path / "evil.pt", tmp_path / "proof"
+    torch.save({**small_state, "x": Malicious(proof)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="needs code to open") as raised:
+        load_denoiser(path)
+    assert_sentence(raised.value, path)
+    assert not proof.exists()
+    torch.load(path, weights_only=False)
+    assert proof.is_dir()  # the file was dangerous
+
+
+def test_plain_malicious_pickle_is_refused(tmp_path: Path) -> None:
+    path, proof = tmp_path / "evil.pkl", tmp_path / "proof"
+    path.write_bytes(pickle.dumps(Malicious(proof)))
+    with pytest.raises(CheckpointError) as raised:
+        load_denoiser(path)
+    assert_sentence(raised.value, path)
+    assert not proof.exists()
+
+
+def resnet_state() -> State:
+    return {"conv1.weight": torch.zeros(64, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(64, 64, 3, 3)}
+
+
+def _damage(name: str, state: State, path: Path) -> None:
+    whole = path.with_name("whole")
+    torch.save(state, whole)
+    data = whole.read_bytes()
+    whole.unlink()
+    key = "input_blocks.1.0.in_layers.2.weight"
+    contents: dict[str, bytes] = {
+        "empty": b"",
+        "half": data[: len(data) // 2],
+        "web page": b"<!DOCTYPE html><html><body>404</body></html>",
+        "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+        "text": b"hello",
+        "safetensors header": (40).to_bytes(8, "little") + b"{not json" + b" " * 100,
+        "safetensors length": (2**31).to_bytes(8, "little") + b"{}",
+        "garbled": data[:2000] + bytes(200) + data[2200:],
+    }
+    states: dict[str, Any] = {
+        "resnet": resnet_state(),
+        "no tensors": {},
+        "a tensor": torch.zeros(3),
+        "a list": [torch.zeros(3)],
+        "missing": {k: v for k, v in state.items() if k != key},
+        "missing first": {k: v for k, v in state.items() if k != "input_blocks.0.0.weight"},
+        "missing time": {k: v for k, v in state.items() if k != "time_embed.0.weight"},
+        "missing block": {k: v for k, v in state.items() if not k.startswith("output_blocks.3.")},
+        "no blocks": {k: v for k, v in state.items() if "put_blocks" not in k},
+        "shape": state | {"out.0.weight": torch.zeros(7)},
+        "flat": state | {"time_embed.0.weight": torch.zeros(7)},
+        "scalar": state | {key: torch.tensor(1.0)},
+        "surplus": state | {"input_blocks.1.1.transformer.weight": torch.zeros(3)},
+        "classes": state | {"label_emb.weight": torch.zeros(10, 128)},
+        "nan": state | {"out.0.weight": torch.full((32,), torch.nan)},
+        "inf": state | {"out.2.bias": torch.full((3,), torch.inf)},
+        "grey": state | {"input_blocks.0.0.weight": torch.zeros(32, 1, 3, 3)},
+    }
+    if name in contents:
+        path.write_bytes(contents[name])
+    elif name in states:
+        torch.save(states[name], path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("absent", "does not exist"),
+        ("empty", "is empty"),
+        ("half", "cut off or damaged"),
+        ("web page", "web page"),
+        ("lfs", "Git LFS pointer"),
+        ("text", "known kind"),
+        ("safetensors header", "safetensors"),
+        ("safetensors length", "safetensors"),
+        ("garbled", "damaged"),
+        ("resnet", "no denoiser of a known layout.*conv1.weight"),
+        ("no tensors", "no tensors"),
+        ("a tensor", "holds a Tensor"),
+        ("a list", "holds a list"),
+        ("missing", "lacks the tensor input_blocks.1.0.in_layers.2.weight"),
+        ("missing first", "lacks the tensor input_blocks.0.0.weight"),
+        ("missing time", "lacks the tensor time_embed.0.weight"),
+        ("missing block", "lacks whole blocks"),
+        ("no blocks", "lacks whole blocks|no denoiser"),
+        ("shape", r"out.0.weight of shape \[7\]"),
+        ("flat", r"time_embed.0.weight of shape \[7\]"),
+        ("scalar", "of shape"),
+        ("surplus", "input_blocks.1.1.transformer.weight"),
+        ("classes", "class-conditional"),
+        ("nan", "not numbers in out.0.weight"),
+        ("inf", "not numbers in out.2.bias"),
+        ("grey", "takes 1 and gives 3"),
+    ],
+)
+def test_wrong_file_is_one_sentence(name: str, sentence: str, openai_state: State, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    _damage(name, openai_state, path)
+    with pytest.raises(CheckpointError, match=sentence) as raised:
+        load_denoiser(path, LoadOptions(image_size=16, num_heads=4))
+    assert_sentence(raised.value, path)
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"folder without config\.json"):
+        load_denoiser(tmp_path)
+
+
+def test_half_a_safetensors_file(openai_state: State, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(openai_state, path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="no intact safetensors"):
+        load_denoiser(path)
+
+
+def test_half_precision_weights_become_float32(openai_state: State, tmp_path: Path) -> None:
+    torch.save({key: value.half() for key, value in openai_state.items()}, tmp_path / "half.pt")
+    denoiser = load_denoiser(tmp_path / "half.pt", LoadOptions(image_size=16, num_heads=4))
+    assert {p.dtype for p in denoiser.network.parameters()} == {torch.float32}
+
+
+def test_names_with_spaces_and_umlauts(openai_state: State, tmp_path: Path) -> None:
+    folder = tmp_path / "Prüfling & Söhne (neu)"
+    folder.mkdir()
+    torch.save(openai_state, folder / "gute teile.pt")
+    load_denoiser(folder / "gute teile.pt", LoadOptions(image_size=16, num_heads=4))
+    shutil.rmtree(folder)
