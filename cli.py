@@ -1,8 +1,10 @@
 """The command line: parses, calls, prints. What a command needs is imported when it runs, so that help is quick."""
 
+import json
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +171,67 @@ def inspect(path: Path, as_json: bool) -> None:
         return
     with needs("export"):
         from mdps.models.checkpoints import describe_checkpoint
-    print_values(describe_checkpoint(path).to_json(), as_json)
+    report = describe_checkpoint(path)
+    click.echo(json.dumps(report.to_json()) if as_json else report)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  mdps train good/ --out run
+  mdps train good/ --out run --recipe small --image-size 64 --minutes 30
+  mdps train good/ --out run --resume"""
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Run folder: denoiser, checkpoint, log.")
+@click.option(
+    "--recipe",
+    type=click.Choice(["paper", "small"]),
+    default="paper",
+    show_default=True,
+    help="The paper's network and settings, or a network of 1.9 M parameters for short runs.",
+)
+@click.option("--image-size", type=click.IntRange(8), help="Side of the network's images [default: 256, small: 64].")
+@click.option("--base", type=click.IntRange(1), help="Channels of the first level [default: 64, small: 32].")
+@click.option("--steps", type=click.IntRange(1), help="Training steps [default: 50000, small: 4000].")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End within so many minutes.")
+@click.option("--batch", type=click.IntRange(1), help="Images a step [default: 8].")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="[default: 1e-4, small: 4e-4]")
+@click.option("--flip-horizontal", is_flag=True, default=None, help="Parts may be mirrored left to right.")
+@click.option("--flip-vertical", is_flag=True, default=None, help="Parts may be mirrored top to bottom.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]")
+@click.option("--seed", type=click.IntRange(0), help="[default: 0]")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@TRACEBACK
+def train(
+    folder: Path,
+    out: Path,
+    recipe: str,
+    image_size: int | None,
+    base: int | None,
+    device: str,
+    resume: bool,
+    **changes: Any,
+) -> None:
+    """Fit a denoiser to images of good parts.
+
+    Leaves denoiser.safetensors in --out, ready for `mdps export`.
+    """
+    with needs("train"):
+        from mdps import training
+    network, settings = {
+        "paper": (training.paper_network, training.paper_recipe),
+        "small": (training.small_network, training.small_recipe),
+    }[recipe]
+    chosen = settings(network(**_given({"image_size": image_size, "base": base})))
+    path = training.fit(folder, out, replace(chosen, **_given(changes)), device=device, resume=resume)
+    click.echo(f"wrote {path}; next: mdps export --ckpt {path} --out BUNDLE")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of what they are passed to."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @cli.command()

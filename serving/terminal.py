@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-_INTERRUPTED, _PIPE_CLOSED = 130, 141  # what a shell reports for the two signals
+_INTERRUPTED = 130  # what a shell reports for the signal
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has left. Python would complain when it flushes at exit, so give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
+        return 1  # as click does where it meets the same
     except Exception as error:
         if state.get("traceback"):
             traceback.print_exc()

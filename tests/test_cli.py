@@ -1,0 +1,298 @@
+"""The command line: exit codes, streams, sentences; what the commands call is faked or real where it is quick."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from PIL import Image
+
+import mdps.runtime
+from mdps import __version__
+from mdps.cli import cli
+from mdps.runtime import BundleError, ImageError, MdpsError, Result
+from mdps.serving.terminal import needs, run
+
+COMMANDS = ("predict", "calibrate", "inspect", "train", "doctor", "demo")
+
+
+def mdps_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mdps.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+class FakeDetector:
+    """Scores by brightness; has what a report asks for."""
+
+    calibration = None
+    manifest = SimpleNamespace(name="fake")
+    provenance = {"bundle": "fake", "settings": {"samples": 1}}  # noqa: RUF012 - never changed
+
+    def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+        return [self._judge(np.asarray(image, np.float32) / 255) for image in images]
+
+    def _judge(self, pixels: np.ndarray) -> Result:
+        image = pixels.transpose(2, 0, 1) * 2 - 1
+        score = float(pixels.mean())
+        grey = pixels.mean(axis=2)
+        return Result(score, 0.5, "fail" if score > 0.5 else "pass", grey, grey > 0.5, image, image, {"total": 1.0})
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A fake bundle, and a folder with a good, a bad and a broken image."""
+    calls: list[dict[str, Any]] = []
+
+    def load(path: Path, **options: Any) -> FakeDetector:
+        calls.append({"path": path, **options})
+        return FakeDetector()
+
+    monkeypatch.setattr(mdps.runtime, "load", load)
+    bundle, images = tmp_path / "bundle", tmp_path / "images"
+    for folder in (bundle, images):
+        folder.mkdir()
+    (bundle / "manifest.json").write_text("{}")
+    for name, level in (("good", 20), ("scratched", 220)):
+        Image.new("RGB", (16, 16), (level, level, level)).save(images / f"{name}.png")
+    (images / "torn.png").write_bytes(b"\x89PNG\r\n")
+    return SimpleNamespace(bundle=str(bundle), images=str(images), out=tmp_path / "out", calls=calls)
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, [*command, "--help"]) == 0
+    assert "Usage: mdps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate", "inspect", "train", "demo"])
+def test_commands_with_arguments_show_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(cli, [command, "-h"])
+    assert f"Examples:\n    mdps {command}" in capsys.readouterr().out
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from mdps.cli import cli; from mdps.serving.terminal import run; run(cli, ['--help']); "
+        "print(sorted({'numpy', 'PIL', 'torch', 'onnxruntime'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith(
+        "[]\n"
+    )
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        mdps_process("--help")
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, ["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+# Predict
+
+
+def test_predict_as_json_is_lines_on_stdout_and_messages_on_stderr(
+    line: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), "--json"]) == 3
+    streams = capsys.readouterr()
+    rows = [json.loads(text) for text in streams.out.splitlines()]
+    assert [row["verdict"] for row in rows] == ["pass", "fail", "error"]
+    assert all(list(row) == ["path", "score", "threshold", "verdict", "map", "ms", "error"] for row in rows)
+    assert "torn.png" in streams.err
+    assert "2 of 3 images judged" in streams.err
+    assert streams.out == (line.out / "results.jsonl").read_text()
+
+
+def test_predict_for_people_says_verdicts_and_where_the_report_is(
+    line: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, ["predict", line.bundle, line.images, "--out", str(line.out)]) == 3
+    out = capsys.readouterr().out
+    assert "pass  0.078431" in out
+    assert "fail  0.86275" in out
+    assert str(line.out / "report.html") in out
+    report = (line.out / "report.html").read_text()
+    assert "3 images: " in report
+    assert "settings.samples" in report
+
+
+def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace) -> None:
+    assert run(cli, ["predict", line.bundle, f"{line.images}/good.png", "--out", str(line.out)]) == 0
+
+
+def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
+    options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only"]
+    run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
+    assert line.calls == [
+        {"path": Path(line.bundle), "product": "blue", "threads": 2, "samples": 5, "calibrated": False}
+    ]
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["predict"],
+        ["predict", "bundle", "a.png"],
+        ["predict", "bundle", "a.png", "--out", "o", "--batch", "0"],
+        ["calibrate", "bundle", "good", "--false-alarm-rate", "1"],
+        ["predikt"],
+        ["train", "good", "--out", "run", "--recipe", "huge"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, arguments) == 2
+    assert "Error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["predict", "nowhere", "a.png", "--out", "o"],
+        ["calibrate", "nowhere", "nowhere"],
+        ["inspect", "nowhere"],
+        ["train", "nowhere", "--out", "run"],
+    ],
+)
+def test_paths_that_do_not_exist_are_2_and_one_sentence(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(cli, arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Error: ")
+    assert "nowhere" in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def raising(error: BaseException) -> click.Command:
+    def body() -> None:
+        raise error
+
+    group = click.Group("mdps", params=cli.params)
+    group.add_command(click.Command("boom", callback=body))
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (MdpsError("the disk is full"), 1, "Error: the disk is full\n"),
+        (ImageError("a.png is torn"), 1, "Error: a.png is torn\n"),
+        (BundleError("b is no bundle"), 2, "Error: b is no bundle\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (click.Abort(), 130, ""),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(raising(error), ["boom"]) == code
+    assert capsys.readouterr().err.lstrip() == text  # after ^C the cursor goes to a new line
+
+
+def test_what_nobody_foresaw_is_one_sentence_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(raising(ZeroDivisionError("by zero")), ["boom"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Error: unexpected ZeroDivisionError: by zero; run it again with --traceback")
+    assert "Traceback" not in err
+
+
+def test_traceback_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(raising(ZeroDivisionError("by zero")), ["--traceback", "boom"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_traceback_may_stand_after_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(mdps.runtime, "load", fail)
+    assert run(cli, ["predict", "b", "a.png", "--out", "o", "--traceback"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with pytest.raises(click.ClickException, match=r"needs torch, .* pip install 'mdps\[export\]'"), needs("export"):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+
+def test_a_missing_module_of_our_own_is_not_called_an_extra() -> None:
+    with pytest.raises(ModuleNotFoundError), needs("export"):
+        raise ModuleNotFoundError("No module named 'mdps.gone'", name="mdps.gone")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import sys, click; from mdps.serving.terminal import run\n"
+        "say = click.Command('mdps', callback=lambda: [click.echo('x' * 1000) for _ in range(1000)])\n"
+        "sys.exit(run(say, []))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 1
+    assert err == b""
+
+
+# Doctor, inspect
+
+
+def test_doctor_as_json_is_one_object() -> None:
+    done = mdps_process("doctor", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["works"] is True
+
+
+def test_doctor_leaves_with_1_when_nothing_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert run(cli, ["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "works: no" in out
+    assert "mdps[cpu]" in out
+
+
+def test_inspect_says_what_a_checkpoint_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mdps.models.checkpoints import save_denoiser
+    from mdps.models.unet import UNet
+    from mdps.runtime.schedule import NoiseSchedule
+    from mdps.training import small_network
+
+    path = tmp_path / "denoiser.safetensors"
+    save_denoiser(path, UNet(small_network(32)), schedule=NoiseSchedule.linear(), prediction="eps")
+    assert run(cli, ["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "mdps"
+    assert run(cli, ["inspect", str(path)]) == 0
+    assert "image_size = 32" in capsys.readouterr().out
+
+
+def test_inspect_refuses_what_is_neither(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    assert run(cli, ["inspect", str(tmp_path / "notes.txt")]) == 2
+    assert "notes.txt" in capsys.readouterr().err
