@@ -49,8 +49,8 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor) -> Linear:
         skip_gradients: list[Tensor] = []
         for pullback, channels in reversed(decoder):
             joint = pullback(g)
-            g = joint[:, :channels]
-            skip_gradients.append(joint[:, channels:])
+            g, skip = joint.split([channels, joint.shape[1] - channels], dim=1)
+            skip_gradients.append(skip)
         g = middle(g)
         for pullback in reversed(encoder):
             g = pullback(g + skip_gradients.pop())
@@ -215,5 +215,6 @@ def _attention(block: AttentionBlock, x: Tensor) -> Linear:
 def _join_heads(q: Tensor, k: Tensor, v: Tensor, new_order: bool) -> Tensor:
     """Inverse of `split_heads`."""
     batch, _, _, length = q.shape
-    joined = torch.stack([q, k, v], dim=1) if new_order else torch.cat([q, k, v], dim=2)
-    return joined.reshape(batch, -1, length)
+    if new_order:
+        return torch.cat([part.reshape(batch, -1, length) for part in (q, k, v)], dim=1)
+    return torch.cat([q, k, v], dim=2).reshape(batch, -1, length)

@@ -160,9 +160,9 @@ def split_heads(qkv: Tensor, heads: int, new_order: bool) -> tuple[Tensor, Tenso
     batch, triple, length = qkv.shape
     width = triple // (3 * heads)
     if new_order:
-        q, k, v = qkv.reshape(batch, 3, heads, width, length).unbind(1)
+        q, k, v = (part.reshape(batch, heads, width, length) for part in qkv.chunk(3, dim=1))
     else:
-        q, k, v = qkv.reshape(batch, heads, 3 * width, length).split(width, dim=2)
+        q, k, v = qkv.reshape(batch, heads, 3 * width, length).chunk(3, dim=2)
     return q, k, v
 
 
@@ -194,9 +194,7 @@ class UNet(nn.Module):
         )
         self.output_blocks = nn.ModuleList(_decoder(config, middle, widths))
         last = config.width(0)
-        self.out = nn.Sequential(
-            _norm(config, last), nn.SiLU(), nn.Conv2d(last, config.out_channels, 3, padding=1)
-        )
+        self.out = nn.Sequential(_norm(config, last), nn.SiLU(), nn.Conv2d(last, config.out_channels, 3, padding=1))
 
     def embed(self, timestep: Tensor) -> Tensor:
         """Time embedding: [] or [B] -> [1 or B, 4 model_channels]."""

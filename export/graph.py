@@ -1,0 +1,122 @@
+"""A torch module becomes an ONNX file: traced with a dynamic batch, slimmed, named, its weights in a shared file."""
+
+import contextlib
+import hashlib
+import io
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import onnx
+import onnxslim
+import torch
+from onnx import ModelProto, TensorProto
+from torch import Tensor, nn
+
+INLINE_BYTES = 1024  # smaller constants (shapes, scalars) stay inside the graph
+ALIGNMENT = 4096  # lets an engine map weights instead of copying them
+
+
+class WeightStore:
+    """One external-data file that graphs share; identical tensors are stored once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, tuple[int, int]] = {}
+        self._end = 0
+
+    def place(self, data: bytes) -> tuple[int, int]:
+        """(offset, length) of the bytes in the file, appended if they are new."""
+        key = hashlib.sha256(data).hexdigest()
+        if key not in self._places:
+            offset = -(-self._end // ALIGNMENT) * ALIGNMENT
+            with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+                _write_at(file, offset, data)
+            self._places[key] = (offset, len(data))
+            self._end = offset + len(data)
+        return self._places[key]
+
+
+def _write_at(file: IO[bytes], offset: int, data: bytes) -> None:
+    file.seek(offset)
+    file.write(data)
+
+
+def trace(
+    module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], batch_axes: Mapping[str, Sequence[str]]
+) -> ModelProto:
+    """Traces `module(**inputs)` (None: an argument left out of the graph) to a slim ONNX model.
+
+    `batch_axes` names the dynamic leading axes of inputs, e.g. {"x_t": ("batch",)}. Example inputs need at least two
+    along each, or the trace would take one for a constant.
+    """
+    dims = {name: torch.export.Dim(name, min=1) for axes in batch_axes.values() for name in axes}
+    dynamic = {k: None if v is None else {i: dims[a] for i, a in enumerate(batch_axes.get(k, ()))} for k, v in inputs.items()}
+    with torch.no_grad(), _quiet():
+        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=dynamic)
+        names = [name for name, value in inputs.items() if value is not None]
+        onnx_program = torch.onnx.export(
+            program, dynamo=True, input_names=names, output_names=list(outputs), optimize=True, verbose=False
+        )
+        assert onnx_program is not None
+        model = onnxslim.slim(onnx_program.model_proto)
+    return _tidy(model, batch_axes)
+
+
+def _tidy(model: ModelProto, batch_axes: Mapping[str, Sequence[str]]) -> ModelProto:
+    """Drops what the exporter notes for itself (source paths among it) and gives dynamic axes readable names."""
+    symbols = {}
+    for value in model.graph.input:
+        for axis, name in enumerate(batch_axes.get(value.name, ())):
+            symbols[value.type.tensor_type.shape.dim[axis].dim_param] = name
+    del model.graph.value_info[:]
+    for value in [*model.graph.input, *model.graph.output]:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in symbols:
+                dim.dim_param = symbols[dim.dim_param]
+    for item in [model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.initializer]:
+        item.ClearField("doc_string")
+        item.ClearField("metadata_props")
+    model.producer_name, model.producer_version = "mdps", ""
+    return model
+
+
+def write(model: ModelProto, path: Path, weights: WeightStore) -> None:
+    """Writes the graph with its large constants moved to the weight store beside it, and checks it."""
+    for tensor in model.graph.initializer:
+        data = onnx.numpy_helper.to_array(tensor).tobytes()
+        if len(data) >= INLINE_BYTES:
+            _externalise(tensor, weights.path.name, *weights.place(data))
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    onnx.checker.check_model(str(path))
+
+
+def _externalise(tensor: TensorProto, location: str, offset: int, length: int) -> None:
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
+        tensor.ClearField(field)
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, value
+
+
+def count_nodes(model: ModelProto) -> dict[str, int]:
+    """Nodes by kind, most frequent first."""
+    return dict(Counter(node.op_type for node in model.graph.node).most_common())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters print progress and warnings about their own internals; the user's terminal is for our messages."""
+    level = logging.getLogger("torch.onnx").level
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.getLogger("torch.onnx").setLevel(level)

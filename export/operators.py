@@ -1,0 +1,197 @@
+"""How each torch operator that a step uses is written in ONNX (opset 20).
+
+An entry takes the tracer, the tensors torch returned and the call's arguments, and returns the names of the outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mdps.export.tracer import Tracer
+
+Operator = Callable[..., list[str]]
+OPERATORS: dict[str, Operator] = {}
+
+
+def _operator(*names: str) -> Callable[[Operator], Operator]:
+    def register(function: Operator) -> Operator:
+        OPERATORS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _binary(onnx_name: str, swap: bool = False) -> Operator:
+    def operator(g: "Tracer", out: Sequence[Tensor], a: Any, b: Any) -> list[str]:
+        names = [g.name(a, like=out[0]), g.name(b, like=out[0])]
+        return g.emit(onnx_name, names[::-1] if swap else names)
+
+    return operator
+
+
+def _unary(onnx_name: str) -> Operator:
+    return lambda g, out, x: g.emit(onnx_name, [g.name(x)])
+
+
+for _torch_name, _onnx_name in {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div", "matmul": "MatMul"}.items():
+    OPERATORS[_torch_name] = _binary(_onnx_name)
+OPERATORS["__rsub__"] = _binary("Sub", swap=True)
+for _torch_name, _onnx_name in {"sigmoid": "Sigmoid", "sqrt": "Sqrt", "cos": "Cos", "sin": "Sin", "exp": "Exp"}.items():
+    OPERATORS[_torch_name] = _unary(_onnx_name)
+
+
+@_operator("rsqrt")
+def _rsqrt(g: "Tracer", out: Sequence[Tensor], x: Tensor) -> list[str]:
+    return g.emit("Reciprocal", g.emit("Sqrt", [g.name(x)]))
+
+
+@_operator("silu")
+def _silu(g: "Tracer", out: Sequence[Tensor], x: Tensor, inplace: bool = False) -> list[str]:
+    return g.emit("Mul", [g.name(x), *g.emit("Sigmoid", [g.name(x)])])
+
+
+@_operator("dropout")
+def _same(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
+    return [g.name(x)]
+
+
+@_operator("float", "to")
+def _cast(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
+    if out[0].dtype == x.dtype:
+        return [g.name(x)]
+    kinds = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
+    return g.emit("Cast", [g.name(x)], to=kinds[out[0].dtype])
+
+
+@_operator("clamp")
+def _clamp(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, min: float) -> list[str]:  # noqa: A002 - torch's name
+    return g.emit("Max", [g.name(x), g.name(min, like=x)])
+
+
+@_operator("reshape", "unsqueeze", "flatten")
+def _reshape(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any) -> list[str]:
+    shape = list(out[0].shape)
+    if x.dim() and shape and x.shape[0] == shape[0]:
+        shape[0] = 0  # copied from the input: the batch stays dynamic
+    return g.emit("Reshape", [g.name(x), g.integers(shape)])
+
+
+@_operator("__getitem__")
+def _getitem(g: "Tracer", out: Sequence[Tensor], x: Tensor, index: Any) -> list[str]:
+    index = index if isinstance(index, tuple) else (index,)
+    if None in index:
+        return _reshape(g, out, x)
+    cuts = [(axis, cut.indices(x.shape[axis])) for axis, cut in enumerate(index) if cut != slice(None)]
+    ends = [(cut[0], cut[1], axis) for axis, cut in cuts]
+    starts, stops, axes = (g.integers(column) for column in zip(*ends, strict=True))
+    return g.emit("Slice", [g.name(x), starts, stops, axes]) if cuts else [g.name(x)]
+
+
+@_operator("chunk", "split")
+def _split(g: "Tracer", out: Sequence[Tensor], x: Tensor, _: Any, dim: int = 0) -> list[str]:
+    sizes = g.integers([part.shape[dim] for part in out])
+    return g.emit("Split", [g.name(x), sizes], outputs=len(out), axis=dim)
+
+
+@_operator("cat")
+def _cat(g: "Tracer", out: Sequence[Tensor], tensors: Sequence[Tensor], dim: int = 0) -> list[str]:
+    return g.emit("Concat", [g.name(t) for t in tensors], axis=dim)
+
+
+@_operator("transpose", "t")
+def _transpose(g: "Tracer", out: Sequence[Tensor], x: Tensor, a: int = 0, b: int = 1) -> list[str]:
+    order = list(range(x.dim()))
+    order[a], order[b] = order[b], order[a]
+    return g.emit("Transpose", [g.name(x)], perm=order)
+
+
+def _reduce(onnx_name: str) -> Operator:
+    def operator(g: "Tracer", out: Sequence[Tensor], x: Tensor, dim: Any, keepdim: bool = False) -> list[str]:
+        axes = g.integers([dim] if isinstance(dim, int) else dim)
+        return g.emit(onnx_name, [g.name(x), axes], keepdims=int(keepdim))
+
+    return operator
+
+
+OPERATORS["mean"], OPERATORS["sum"] = _reduce("ReduceMean"), _reduce("ReduceSum")
+
+
+@_operator("softmax")
+def _softmax(g: "Tracer", out: Sequence[Tensor], x: Tensor, dim: int) -> list[str]:
+    return g.emit("Softmax", [g.name(x)], axis=dim)
+
+
+@_operator("linear")
+def _linear(g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> list[str]:
+    return g.emit("Gemm", [g.name(x), g.name(weight), g.name(bias)], transB=1)
+
+
+@_operator("conv2d", "conv1d")
+def _conv(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> list[str]:  # fmt: skip
+    axes = x.dim() - 2
+    inputs = [g.name(x), g.name(weight), *([] if bias is None else [g.name(bias)])]
+    return g.emit(
+        "Conv", inputs, kernel_shape=list(weight.shape[2:]), strides=_each(stride, axes), pads=_each(padding, axes) * 2
+    )
+
+
+@_operator("conv_transpose2d")
+def _conv_transpose(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, *, stride: int, padding: int, output_padding: int
+) -> list[str]:  # fmt: skip
+    return g.emit(
+        "ConvTranspose", [g.name(x), g.name(weight)], kernel_shape=list(weight.shape[2:]), strides=[stride] * 2,
+        pads=[padding] * 4, output_padding=[output_padding] * 2,
+    )  # fmt: skip
+
+
+def _each(value: Any, axes: int) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)] * axes
+
+
+@_operator("pad")
+def _pad(g: "Tracer", out: Sequence[Tensor], x: Tensor, pad: Sequence[int], **_: Any) -> list[str]:
+    """torch lists (before, after) from the last axis backwards; ONNX all befores, then all afters."""
+    pairs = [(0, 0)] * (x.dim() - len(pad) // 2) + list(zip(pad[-2::-2], pad[::-2], strict=True))
+    return g.emit("Pad", [g.name(x), g.integers([b for b, _ in pairs] + [a for _, a in pairs])])
+
+
+@_operator("interpolate")
+def _upsample(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, scale_factor: float, mode: str, **_: Any) -> list[str]:
+    assert mode == "nearest"
+    scales = g.name(torch.tensor([1.0, 1.0, scale_factor, scale_factor]))
+    return g.emit(
+        "Resize", [g.name(x), "", scales], mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+    )  # fmt: skip
+
+
+@_operator("avg_pool2d")
+def _avg_pool(g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: int) -> list[str]:
+    return g.emit("AveragePool", [g.name(x)], kernel_shape=[kernel] * 2, strides=[kernel] * 2)
+
+
+@_operator("native_layer_norm")
+def _layer_norm(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, shape: Sequence[int], weight: None, bias: None, eps: float
+) -> list[str]:  # fmt: skip
+    scale = g.name(torch.ones(shape, dtype=x.dtype))
+    return g.emit("LayerNormalization", [g.name(x), scale], outputs=3, axis=-1, epsilon=eps)
+
+
+@_operator("group_norm")
+def _group_norm(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
+) -> list[str]:  # fmt: skip
+    """Whole, as an instance norm over groups; the affine part has the channels back."""
+    grouped = g.emit("Reshape", [g.name(x), g.integers([0, groups, -1])])
+    ones, zeros = (g.name(torch.full((groups,), value, dtype=x.dtype)) for value in (1.0, 0.0))
+    normed = g.emit("InstanceNormalization", [*grouped, ones, zeros], epsilon=eps)
+    normed = g.emit("Reshape", [*normed, g.integers([0, *x.shape[1:]])])
+    gamma, beta = (g.name(v.reshape(-1, *[1] * (x.dim() - 2))) for v in (weight, bias))
+    return g.emit("Add", [*g.emit("Mul", [*normed, gamma]), beta])

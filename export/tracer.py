@@ -1,0 +1,155 @@
+"""Records a torch module as an ONNX graph while it runs once.
+
+Every torch call on a tensor that depends on an input becomes the nodes its entry in `operators.py` emits; everything
+else is computed on the spot and becomes a constant. Compared with a general exporter the graph is what was written: no
+casts, no shape arithmetic, equal expressions once. The batch stays dynamic because every reshape copies its first axis.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mdps.export.operators import OPERATORS
+
+OPSET = 20
+IR_VERSION = 9
+_TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
+
+
+class Tracer(TorchFunctionMode):
+    """A function mode that writes down what it sees; `name` and `emit` are what the operator entries use."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.nodes: list[NodeProto] = []
+        self.constants: dict[str, TensorProto] = {}
+        self._names: Any = WeakTensorKeyDictionary()
+        self._emitted: dict[tuple[Any, ...], list[str]] = {}
+        self._by_content: dict[tuple[Any, ...], str] = {}
+        self._parameters: Any = WeakTensorKeyDictionary()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self._parameters[tensor] = name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = [result] if isinstance(result, Tensor) else list(result) if _tensors(result) else []
+        if outputs and any(tensor in self._names for tensor in _tensors([*args, *kwargs.values()])):
+            operator = getattr(func, "__name__", str(func))
+            if operator not in OPERATORS:
+                raise TypeError(f"the exporter has no ONNX form of the torch operator {operator!r}")
+            for tensor, name in zip(outputs, OPERATORS[operator](self, outputs, *args, **kwargs), strict=False):
+                self._names[tensor] = name
+        return result
+
+    def input(self, tensor: Tensor, name: str) -> None:
+        self._names[tensor] = name
+
+    def is_constant(self, value: Any) -> bool:
+        return not (isinstance(value, Tensor) and value in self._names)
+
+    def name(self, value: Any, like: Tensor | None = None) -> str:
+        """Name of a tensor; a constant (a number takes the type of `like`) becomes an initializer."""
+        if isinstance(value, Tensor) and value in self._names:
+            return str(self._names[value])
+        if isinstance(value, Tensor) and value in self._parameters:
+            return self._constant(value, str(self._parameters[value]))
+        dtype = like.dtype if like is not None and not isinstance(value, Tensor) else None
+        return self._constant(torch.as_tensor(value, dtype=dtype), None)
+
+    def integers(self, values: Sequence[int]) -> str:
+        """An int64 constant vector (shapes, axes)."""
+        return self._constant(torch.tensor(list(values), dtype=torch.int64), None)
+
+    def emit(self, operator: str, inputs: Sequence[str], outputs: int = 1, **attributes: Any) -> list[str]:
+        """Adds a node and returns its outputs' names; an expression that was there before is not computed twice."""
+        key = (operator, tuple(inputs), outputs, tuple(sorted((k, str(v)) for k, v in attributes.items())))
+        if key not in self._emitted:
+            stem = f"{operator}_{len(self.nodes)}"
+            names = [stem, *(f"{stem}_{i}" for i in range(1, outputs))]
+            self.nodes.append(helper.make_node(operator, list(inputs), names, name=stem, **attributes))
+            self._emitted[key] = names
+        return self._emitted[key]
+
+    def _constant(self, tensor: Tensor, wanted: str | None) -> str:
+        data = tensor.detach().contiguous().cpu()
+        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = (data.dtype, tuple(data.shape), hashlib.sha256(raw).digest())
+        if key not in self._by_content:
+            name = wanted or f"constant_{len(self.constants)}"
+            self._by_content[key] = name
+            self.constants[name] = _tensor_proto(data, raw, name)
+        return self._by_content[key]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among values, lists and tuples in them included."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [t for v in values for t in _tensors(v)] if isinstance(values, list | tuple) else []
+
+
+def _tensor_proto(data: Tensor, raw: bytes, name: str) -> TensorProto:
+    if data.dtype == torch.bfloat16:
+        return helper.make_tensor(name, TensorProto.BFLOAT16, list(data.shape), raw, raw=True)
+    return numpy_helper.from_array(np.asarray(data.numpy()), name)
+
+
+def record(
+    module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], batched: Sequence[str]
+) -> ModelProto:
+    """Runs `module(**inputs)` once and returns it as an ONNX model (None: an argument the graph does not have).
+
+    `batched` names the inputs whose first axis is the batch; outputs of four axes have it too.
+    """
+    tracer = Tracer(module)
+    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    for name, tensor in present.items():
+        tracer.input(tensor, name)
+    with torch.no_grad(), tracer:
+        results = module(**inputs)
+    nodes = list(tracer.nodes)
+    for result, name in zip(results, outputs, strict=True):
+        nodes.append(helper.make_node("Identity", [tracer.name(result)], [name], name=name))
+    graph = helper.make_graph(
+        nodes,
+        type(module).__name__,
+        [_value(name, tensor, name in batched) for name, tensor in present.items()],
+        [_value(name, tensor, batched=True) for name, tensor in zip(outputs, results, strict=True)],
+        initializer=list(tracer.constants.values()),
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    model.producer_name = "mdps"
+    return onnx.shape_inference.infer_shapes(_without_identities(model))
+
+
+def _value(name: str, tensor: Tensor, batched: bool) -> onnx.ValueInfoProto:
+    shape: list[Any] = ["batch", *tensor.shape[1:]] if batched else list(tensor.shape)
+    return helper.make_tensor_value_info(name, _TYPES[tensor.dtype], shape)
+
+
+def _without_identities(model: ModelProto) -> ModelProto:
+    """Lets the node that computes an output carry the output's name, where no other output does already."""
+    nodes = model.graph.node
+    producer = {output: (node, index) for node in nodes for index, output in enumerate(node.output)}
+    taken: dict[str, str] = {}
+    for node in [n for n in nodes if n.op_type == "Identity" and n.input[0] in producer and n.input[0] not in taken]:
+        taken[node.input[0]] = node.output[0]
+        source, index = producer[node.input[0]]
+        source.output[index] = node.output[0]
+        nodes.remove(node)
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            if name in taken:
+                node.input[index] = taken[name]
+    return model
