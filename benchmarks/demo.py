@@ -1,0 +1,116 @@
+"""The demo: the checkpoint that ships with mdps, exported, calibrated, and shown photographs with defects put in."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mdps.benchmarks.metrics import auroc, pixel_auroc
+from mdps.benchmarks.textures import Sample, TextureSet
+from mdps.export import export_bundle
+from mdps.runtime import load
+from mdps.runtime.atomic import is_temporary, new_folder
+from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.manifest import FILE_NAME
+from mdps.serving.folder import REPORT
+from mdps.serving.rows import Row, writing
+from mdps.serving.run import calibrate_folder, inspect_folder
+
+CHECKPOINT = Path(__file__).parent / "demo" / "denoiser.safetensors"
+PHOTO = "brick"
+FALSE_ALARM_RATE = 0.05  # 48 good images can promise no less than one in 49
+_BUNDLE, _GOOD, _TEST = "bundle", "calibration", "images"
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo measured: AUROC over images and over pixels, the median ms from file to verdict, and the report."""
+
+    image_auroc: float
+    pixel_auroc: float
+    ms_per_image: float
+    images: int
+    report: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self)
+
+
+def run_demo(out: Path, *, threads: int | None = None, say: Callable[[str], None] = lambda text: None) -> DemoResult:
+    """Runs all of it in the folder `out`, which then holds the bundle, the images, the results and `report.html`.
+
+    Raises:
+        UsageError: `out` holds something else; folders in it would be replaced.
+        MdpsError: the checkpoint is missing, or `out` cannot be written.
+    """
+    _refuse_foreign(out)
+    textures = TextureSet(PHOTO)
+    samples = textures.test()
+    say(f"exporting {CHECKPOINT.name}")
+    bundle = export_demo(out / _BUNDLE)
+    say("calibrating on good parts")
+    calibrate_demo(bundle, out / _GOOD, textures, threads)
+    say(f"inspecting {len(samples)} images")
+    rows = inspect_demo(bundle, samples, out, threads)
+    return measure(samples, rows, out)
+
+
+def _refuse_foreign(out: Path) -> None:
+    if (out / _BUNDLE / FILE_NAME).is_file() or not out.exists():
+        return
+    if not out.is_dir() or any(not is_temporary(path) for path in out.iterdir()):
+        raise UsageError(f"--out {out} holds something that is not an earlier demo: choose a new folder")
+
+
+def export_demo(bundle: Path) -> Path:
+    """Exports the shipped checkpoint to the folder `bundle`, replacing what is there."""
+    if not CHECKPOINT.is_file():
+        raise MdpsError(f"{CHECKPOINT} is missing: install mdps again, or train it with mdps.benchmarks.train_demo")
+    export_bundle(CHECKPOINT, bundle, force=True)
+    return bundle
+
+
+def calibrate_demo(bundle: Path, folder: Path, textures: TextureSet, threads: int | None = None) -> None:
+    """Writes good images, from a part of the photograph the test never sees, into `folder` and calibrates on them."""
+    _save(folder, ((f"{index:03d}", image) for index, image in enumerate(textures.calibration())))
+    calibrate_folder(bundle, folder, FALSE_ALARM_RATE, threads=threads)
+
+
+def inspect_demo(bundle: Path, samples: Sequence[Sample], out: Path, threads: int | None = None) -> list[Row]:
+    """Writes the test images into `out` and judges them one at a time, as a line does; a row each, in their order."""
+    images = _save(out / _TEST, ((f"{sample.kind}/{sample.name}", sample.image) for sample in samples))
+    with load(bundle, threads=threads) as detector:
+        return inspect_folder(detector, bundle, images, out, batch=1)
+
+
+def measure(samples: Sequence[Sample], rows: Sequence[Row], out: Path) -> DemoResult:
+    """Metrics of the rows against the exact masks of the samples, in the same order."""
+    failed = [row for row in rows if row.score is None]
+    if failed:
+        raise MdpsError(f"{failed[0].path} could not be judged: {failed[0].error}")
+    maps = np.stack([np.load(out / str(row.map), allow_pickle=False) for row in rows])
+    return DemoResult(
+        image_auroc=auroc([sample.kind != "good" for sample in samples], [row.score or 0.0 for row in rows]),
+        pixel_auroc=pixel_auroc(np.stack([sample.mask for sample in samples]), maps),
+        ms_per_image=median(row.ms or 0.0 for row in rows),
+        images=len(rows),
+        report=str(out / REPORT),
+    )
+
+
+def _save(folder: Path, images: Iterable[tuple[str, NDArray[np.uint8]]]) -> list[Path]:
+    """Writes named images uint8 [H, W, 3] as PNG files; the folder is replaced whole."""
+    names = []
+    with writing(folder), new_folder(folder, replace=True) as new:
+        for name, image in images:
+            path = new / f"{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+            names.append(f"{name}.png")
+    return [folder / name for name in names]
