@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
 from mdps.models.checkpoints import (
     CheckpointError,
     Denoiser,
@@ -23,8 +26,6 @@ from mdps.models.checkpoints import (
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.errors import UsageError
 from mdps.runtime.schedule import NoiseSchedule
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
 

@@ -16,8 +16,14 @@ from safetensors import SafetensorError, safe_open
 
 from mdps.models.checkpoints.errors import CheckpointError
 
-# AnoDDPM and DiffusionAD keep their arguments in a defaultdict(str); neither name can do anything by itself.
-_HARMLESS: list[Any] = [collections.defaultdict, str]
+
+def _plain_dictionary(*_: Any) -> "collections.OrderedDict[Any, Any]":
+    return collections.OrderedDict()
+
+
+# AnoDDPM and DiffusionAD keep their arguments in a defaultdict(str), which torch's reader cannot fill: it becomes a
+# plain dictionary here. Neither name can do anything by itself.
+_HARMLESS: list[Any] = [(_plain_dictionary, "collections.defaultdict"), str]
 _AGAIN = "copy or download it again"
 
 
