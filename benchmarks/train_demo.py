@@ -51,6 +51,7 @@ def configure(options: argparse.Namespace) -> TrainingConfig:
         minutes=options.minutes,
         batch=options.batch,
         learning_rate=options.learning_rate,
+        warmup=min(100, options.steps // 10),
         flip_horizontal=True,
         precision=options.precision or ("bf16" if on_gpu else "fp32"),
         compile=options.compile,
