@@ -20,6 +20,7 @@ Maker = Callable[[Plane, Plane, np.random.Generator], Layer]
 
 OPAQUE = 0.25  # a pixel belongs to the defect from this opacity on ..
 VISIBLE = 6.0  # .. if the picture changed near it by this many grey levels
+EVIDENT = 16.0  # the mean change that a whole defect must reach
 
 
 def blob(shape: tuple[int, int], rng: np.random.Generator, radius: tuple[float, float], feather: float) -> Plane:
@@ -55,7 +56,7 @@ def scratch(picture: Plane, foreign: Plane, rng: np.random.Generator) -> Layer:
     t = np.linspace(0, 1, 120)[:, None]
     points = start + length * t * along + rng.normal(0, 9) * t * (1 - t) * 4 * across
     fade = np.sin(np.pi * np.clip(t[:, 0], 0.02, 0.98)) ** 0.5
-    opacity = stroke(picture.shape, points, rng.uniform(0.7, 1.3) * fade) * rng.uniform(0.75, 0.95)
+    opacity = stroke(picture.shape, points, rng.uniform(0.9, 1.5) * fade) * rng.uniform(0.75, 0.95)
     return opacity, picture + rng.choice([-1, 1]) * rng.uniform(45, 65)
 
 
@@ -77,7 +78,7 @@ def crack(picture: Plane, foreign: Plane, rng: np.random.Generator) -> Layer:
 def stain(picture: Plane, foreign: Plane, rng: np.random.Generator) -> Layer:
     """A spot where the texture shows through darker, or lighter."""
     opacity = blob(picture.shape, rng, (8, 14), feather=4.5)
-    darker, lighter = picture * rng.uniform(0.58, 0.72), picture + rng.uniform(24, 36)
+    darker, lighter = picture * rng.uniform(0.58, 0.72), picture + rng.uniform(28, 40)
     return opacity, darker if rng.random() < 0.6 else lighter
 
 
@@ -85,7 +86,7 @@ def missing(picture: Plane, foreign: Plane, rng: np.random.Generator) -> Layer:
     """A spot where the structure is gone: only its smoothed shade and a fine grain are left."""
     opacity = blob(picture.shape, rng, (7, 11), feather=2.0)
     level = float((picture * opacity).sum() / opacity.sum())
-    return opacity, level + rng.uniform(-14, 4) + rng.normal(0, 1.5, picture.shape)
+    return opacity, level + rng.uniform(-24, -10) + rng.normal(0, 1.5, picture.shape)
 
 
 def foreign_material(picture: Plane, foreign: Plane, rng: np.random.Generator) -> Layer:
@@ -105,9 +106,9 @@ KINDS: Mapping[str, Maker] = {
 
 
 def changed(before: NDArray[np.uint8], after: NDArray[np.uint8], opacity: Plane) -> Mask:
-    """Mask [H, W] of a defect: where it is opaque, unless nothing within two pixels differs from the good picture."""
+    """Mask [H, W] of a defect: where it is opaque, unless nothing within three pixels differs from the good picture."""
     change = np.abs(after.astype(np.int16) - before).astype(np.uint8)
-    near = np.asarray(Image.fromarray(change).filter(ImageFilter.MaxFilter(5)))
+    near = np.asarray(Image.fromarray(change).filter(ImageFilter.MaxFilter(7)))
     return (opacity > OPAQUE) & (near >= VISIBLE)
 
 
@@ -125,6 +126,7 @@ def put(
         after = np.clip(np.rint(blended), 0, 255).astype(np.uint8)
         mask = changed(picture, after, opacity)
         change = np.abs(after.astype(np.float64) - picture)
-        if mask.sum() >= 20 and change[mask].mean() >= 2 * VISIBLE:
+        whole = mask.sum() >= max(20, 0.7 * (opacity > OPAQUE).sum())
+        if whole and change[mask].mean() >= EVIDENT:
             return after, mask
     raise UsageError(f"no visible defect of kind {kind!r} fits this picture; it may be uniformly black or white")

@@ -50,7 +50,7 @@ def test_masks_hold_the_change_and_nothing_but_the_change(data, monkeypatch):
     for sample in data.test(good=0, each=10):
         change = np.abs(sample.image[..., 0].astype(float) - before.pop(0))
         assert 20 <= sample.mask.sum() <= 0.4 * sample.mask.size, sample
-        assert change[sample.mask].mean() >= 2 * defects.VISIBLE, sample
+        assert change[sample.mask].mean() >= defects.EVIDENT, sample
         # what is left outside is the soft edge: faint, and a small part of the whole change
         assert change[~sample.mask].sum() <= 0.25 * change.sum(), sample
         assert change.max() < 200, "no garish defects"
