@@ -85,7 +85,7 @@ def test_metrics_compare_scores_with_kinds_and_maps_with_masks(tmp_path: Path) -
 
 
 def test_an_image_that_failed_is_not_left_out_of_the_metrics(tmp_path: Path) -> None:
-    with pytest.raises(MdpsError, match="a.png could not be judged"):
+    with pytest.raises(MdpsError, match=r"a\.png could not be judged"):
         demo.measure([a_sample("good", False)], [Row("a.png", verdict="error", error="torn")], tmp_path)
 
 
