@@ -42,12 +42,28 @@ def load(
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
     calibration = _calibration(path, manifest, product, settings) if calibrated else None
     with ExitStack() as opened:
-        pipeline = _Opener(path, manifest, settings, provider, threads, max_batch, opened).pipeline()
+        pipeline = open_pipeline(
+            path, manifest, settings, opened, provider=provider, threads=threads, max_batch=max_batch
+        )
         detector = Detector(manifest, pipeline, calibration, product=product, max_batch=max_batch)
         if warm_up:
             detector.warm_up()
         opened.pop_all()  # only a failure above closes what was opened
     return detector
+
+
+def open_pipeline(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    opened: ExitStack,
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    max_batch: int = 8,
+) -> Pipeline:
+    """The sessions of a bundle whose files lie in `path`, closed with `opened`; raises as `load`."""
+    return _Opener(path, manifest, settings, provider, threads, max_batch, opened).pipeline()
 
 
 def _override(settings: Settings, samples: int | None, seed: int | None) -> Settings:

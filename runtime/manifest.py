@@ -143,7 +143,7 @@ def migrate(
 
 def _is_plain_name(name: str) -> bool:
     plain = PurePosixPath(name).name == name and PureWindowsPath(name).name == name
-    return plain and name not in (".", "..") and "\0" not in name and ":" not in name
+    return plain and name not in ("", ".", "..") and "\0" not in name and ":" not in name
 
 
 def _read_json(folder: Path, where: Path) -> dict[str, Any]:

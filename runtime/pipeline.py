@@ -56,13 +56,14 @@ class Pipeline:
                 "run `mdps calibrate BUNDLE GOOD_FOLDER`"
             )
         clock = _Clock()
-        found = self._first(observations, mask_range, clock)
-        samples, first = found["posterior_samples"], found
+        features = self._features(observations, clock)
+        samples, first = self._first(observations, features, mask_range, clock)
+        found = first
         if self.settings.sampler.masked_pass is not None:
             with clock("masked_pass"):
                 samples = self._sample(1, observations, first["mask"])
             with clock("score"):
-                found = self._score(samples, observations, first, mask_range)
+                found = self._score(samples, observations, features, mask_range)
         _check_finite(found)
         return Inspection(
             anomaly_map=found["anomaly_map"],
@@ -75,7 +76,8 @@ class Pipeline:
 
     def first_maps(self, observations: Array) -> Array:
         """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
-        found = self._first(observations, (0.0, 1.0), _Clock())
+        clock = _Clock()
+        _, found = self._first(observations, self._features(observations, clock), (0.0, 1.0), clock)
         _check_finite(found)
         return found["anomaly_map"]
 
@@ -85,14 +87,19 @@ class Pipeline:
             if session is not None:
                 session.close()
 
-    def _first(self, observations: Array, mask_range: tuple[float, float] | None, clock: "_Clock") -> Arrays:
+    def _features(self, observations: Array, clock: "_Clock") -> Arrays:
+        """Features of y, computed once an image and not once a sample or pass."""
         with clock("score"):
-            # The features of y are computed once an image, not once a sample or pass.
-            features = {} if self.features is None else self.features.run({"image": observations})
+            return {} if self.features is None else self.features.run({"image": observations})
+
+    def _first(
+        self, observations: Array, features: Arrays, mask_range: tuple[float, float] | None, clock: "_Clock"
+    ) -> tuple[Array, Arrays]:
+        """Samples of the unmasked pass, and what the score graph says of them."""
         with clock("first_pass"):
             samples = self._sample(0, observations, np.ones_like(observations[:, :1]))
         with clock("score"):
-            return self._score(samples, observations, features, mask_range)
+            return samples, self._score(samples, observations, features, mask_range)
 
     def _sample(self, pass_index: int, observations: Array, mask: Array) -> Array:
         *_, last = posterior_sampling(
@@ -110,10 +117,10 @@ class Pipeline:
             "mask_high": high,
             "mask_frozen": float(mask_range is not None and self.settings.mask.range != "per-image"),
         }
-        feeds = {"posterior_samples": samples, "observation": observations, **features}
+        by_image = samples.reshape(len(observations), self.settings.sampler.samples, *samples.shape[1:])
+        feeds = {"posterior_samples": by_image, "observation": observations, **features}
         feeds |= {name: np.asarray(value, dtype=np.float32) for name, value in scalars.items()}
-        inputs = {name: feeds[name] for name in self.score.inputs if name in feeds}
-        return {**features, "posterior_samples": samples, **self.score.run(inputs)}
+        return self.score.run({name: feeds[name] for name in self.score.inputs if name in feeds})
 
 
 class _Clock:

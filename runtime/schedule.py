@@ -66,7 +66,7 @@ class NoiseSchedule:
     @classmethod
     def from_json(cls, obj: object, where: str = "schedule") -> Self:
         """The schedule `to_json` described; BundleError naming the key otherwise."""
-        if not isinstance(obj, dict) or obj.get("kind") not in _KEYS:
+        if not isinstance(obj, dict) or obj.get("kind") not in tuple(_KEYS):  # a tuple: a list has no hash
             raise BundleError(f"{where}.kind should be one of {', '.join(_KEYS)}")
         expected = _KEYS[obj["kind"]]
         if obj.keys() != {"kind", *expected}:

@@ -55,6 +55,7 @@ def test_json_gives_the_very_same_betas_back(schedule, kind):
     [
         (None, "schedule.kind"),
         ({"kind": "magic"}, "linear"),
+        ({"kind": []}, "linear"),
         ({"kind": "cosine"}, "steps"),
         ({"kind": "cosine", "steps": 10, "more": 1}, "steps"),
         ({"kind": "cosine", "steps": "10"}, "schedule.steps"),

@@ -1,0 +1,109 @@
+"""Dependencies point one way, and the runtime lives without torch."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("runtime", "models", "export", "training", "serving", "benchmarks")
+ALLOWED = {
+    "runtime": set(),
+    "models": {"runtime"},
+    "export": {"models", "runtime"},
+    "training": {"models", "runtime"},
+    "serving": {"runtime"},
+    "benchmarks": {"runtime"},
+}
+# The demo and its network walk the product's whole path, as the command line does; nothing imports them but it.
+WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/train_demo.py"}
+RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+RUNTIME_LIBRARIES = {"numpy", "PIL", "mdps"}
+
+
+def imported(path):
+    """Every module a file imports anywhere, also inside functions, as dotted names."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def parts_of(names):
+    return {name.split(".")[1] for name in names if name.startswith("mdps.")} & set(PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_dependencies_point_one_way(part):
+    for path in (ROOT / part).rglob("*.py"):
+        if path.relative_to(ROOT).as_posix() in WHOLE_PATH:
+            continue
+        wrong = parts_of(imported(path)) - ALLOWED[part] - {part}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
+
+
+def test_nothing_but_the_command_line_imports_what_walks_the_whole_path():
+    names = {path[:-3].replace("/", ".") for path in WHOLE_PATH}
+    for part in PARTS:
+        for path in (ROOT / part).rglob("*.py"):
+            if path.relative_to(ROOT).as_posix() not in WHOLE_PATH:
+                assert not [name for name in imported(path) if any(f"mdps.{whole}" in name for whole in names)], path
+
+
+def test_the_oracle_computes_its_own():
+    path = ROOT / "models" / "oracle.py"
+    assert path.is_file()
+    assert "runtime" not in parts_of(imported(path))
+
+
+def test_the_root_stays_light():
+    outside = {name.split(".")[0] for name in imported(ROOT / "__init__.py")} - set(sys.stdlib_module_names)
+    assert not outside
+
+
+def test_the_runtime_uses_numpy_pillow_and_one_engine_library_a_module():
+    engines = {"ort": {"onnxruntime"}, "doctor": {"onnxruntime", "torch"}, "traced": {"torch"}}
+    for path in (ROOT / "runtime").glob("*.py"):
+        libraries = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
+        wrong = libraries - RUNTIME_LIBRARIES - engines.get(path.stem, set())
+        assert not wrong, f"runtime/{path.name} imports {', '.join(sorted(wrong))}"
+
+
+WITHOUT_TORCH = """
+import builtins, importlib, json, sys
+real = builtins.__import__
+def refuse(name, *args, **kwargs):
+    if name.split(".")[0] in ("torch", "timm", "onnx", "click"):
+        raise AssertionError("imported " + name)
+    return real(name, *args, **kwargs)
+builtins.__import__ = refuse
+import mdps.runtime
+for name in json.loads(sys.argv[1]):
+    importlib.import_module("mdps.runtime." + name)
+assert not {"torch", "onnxruntime", "PIL.Image"} & set(sys.modules), "an engine was loaded before it was needed"
+for name in mdps.runtime.__all__:
+    getattr(mdps.runtime, name)
+"""
+
+
+def test_every_module_of_the_runtime_imports_without_torch_and_engines():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, json.dumps(RUNTIME_MODULES)], check=True)
+
+
+TIMED = "import time; t = time.perf_counter(); import mdps.runtime; print(time.perf_counter() - t)"
+
+
+def test_the_runtime_imports_in_no_time():
+    """The best of five: the machine may be busy, but then not all five times."""
+    times = [
+        float(subprocess.run([sys.executable, "-c", TIMED], check=True, capture_output=True, text=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(times) < 0.4
