@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import onnx
 import onnxslim
@@ -45,25 +45,34 @@ def _write_at(file: IO[bytes], offset: int, data: bytes) -> None:
     file.write(data)
 
 
-def trace(
-    module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], batch_axes: Mapping[str, Sequence[str]]
-) -> ModelProto:
-    """Traces `module(**inputs)` (None: an argument left out of the graph) to a slim ONNX model.
+Argument = Tensor | tuple[Tensor, ...]
 
-    `batch_axes` names the dynamic leading axes of inputs, e.g. {"x_t": ("batch",)}. Example inputs need at least two
-    along each, or the trace would take one for a constant.
+
+def trace(
+    module: nn.Module, arguments: Sequence[Argument], names: Sequence[str], outputs: Sequence[str],
+    batch_axes: Mapping[str, Sequence[str]],
+) -> ModelProto:  # fmt: skip
+    """Exports `module(*arguments)` by torch's own exporter: for networks of any kind, such as feature backbones.
+
+    `names` are the graph's inputs, tuples laid out flat; `batch_axes` names their dynamic leading axes, for example
+    {"x_t": ("batch",)}. Example arguments need at least two along each, or the trace would take one for a constant.
     """
     dims = {name: torch.export.Dim(name, min=1) for axes in batch_axes.values() for name in axes}
-    dynamic = {k: None if v is None else {i: dims[a] for i, a in enumerate(batch_axes.get(k, ()))} for k, v in inputs.items()}
+    remaining = iter(names)
+
+    def axes_of(argument: Argument) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(axes_of(part) for part in argument)
+        return {axis: dims[name] for axis, name in enumerate(batch_axes.get(next(remaining), ()))}
+
+    dynamic = tuple(axes_of(argument) for argument in arguments)
     with torch.no_grad(), _quiet():
-        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=dynamic)
-        names = [name for name, value in inputs.items() if value is not None]
+        program = torch.export.export(module, tuple(arguments), dynamic_shapes=dynamic)
         onnx_program = torch.onnx.export(
-            program, dynamo=True, input_names=names, output_names=list(outputs), optimize=True, verbose=False
+            program, dynamo=True, input_names=list(names), output_names=list(outputs), optimize=True, verbose=False
         )
         assert onnx_program is not None
-        model = onnxslim.slim(onnx_program.model_proto)
-    return _tidy(model, batch_axes)
+        return _tidy(onnxslim.slim(onnx_program.model_proto), batch_axes)
 
 
 def _tidy(model: ModelProto, batch_axes: Mapping[str, Sequence[str]]) -> ModelProto:
@@ -77,7 +86,14 @@ def _tidy(model: ModelProto, batch_axes: Mapping[str, Sequence[str]]) -> ModelPr
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in symbols:
                 dim.dim_param = symbols[dim.dim_param]
-    for item in [model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output, *model.graph.initializer]:
+    for item in [
+        model,
+        model.graph,
+        *model.graph.node,
+        *model.graph.input,
+        *model.graph.output,
+        *model.graph.initializer,
+    ]:
         item.ClearField("doc_string")
         item.ClearField("metadata_props")
     model.producer_name, model.producer_version = "mdps", ""

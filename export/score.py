@@ -53,7 +53,7 @@ class Score(nn.Module):
 
     def forward(
         self, posterior_samples: Tensor, observation: Tensor, mask_lambda: Tensor, mask_low: Tensor, mask_high: Tensor,
-        mask_frozen: Tensor, *observation_features: Tensor,
+        mask_frozen: Tensor, observation_features: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """posterior_samples [B, N_s, 3, H, W]; the mask scalars [] -> anomaly_map, anomaly_score, mask."""
         anomaly_map = self._smooth(self._difference(posterior_samples, observation, observation_features))
@@ -72,9 +72,7 @@ class Score(nn.Module):
         assert self.features is not None
         batch, count, _, height, width = samples.shape
         distances = []
-        for of_samples, of_observation in zip(
-            self.features(samples.flatten(0, 1)), observation_features, strict=True
-        ):
+        for of_samples, of_observation in zip(self.features(samples.flatten(0, 1)), observation_features, strict=True):
             many = of_samples.reshape(batch, count, *of_samples.shape[1:])
             distance = 1 - (many * of_observation.unsqueeze(1)).sum(dim=2).flatten(0, 1).unsqueeze(1)
             distances.append(

@@ -60,7 +60,9 @@ def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
     return alpha[edges[0]], [(t - 1, alpha[t], alpha[s]) for t, s in zip(edges, edges[1:], strict=False)]
 
 
-def guidance_gradient(eps: Eps, x_t: Tensor, y: Tensor, timestep: int, a: float, oracle: Oracle) -> tuple[Tensor, Tensor]:
+def guidance_gradient(
+    eps: Eps, x_t: Tensor, y: Tensor, timestep: int, a: float, oracle: Oracle
+) -> tuple[Tensor, Tensor]:
     """eps_theta and the gradient of ||y - x0_hat|| (eqn. 16; squared on request) by x_t, each image alone."""
     x_t = x_t.detach().requires_grad_()
     with torch.enable_grad():
@@ -99,7 +101,9 @@ def posterior_sampling(
         yield x_t
 
 
-def difference(y: Tensor, x0: Tensor, features_y: Sequence[Tensor], features_x0: Sequence[Tensor], oracle: Oracle) -> Tensor:
+def difference(
+    y: Tensor, x0: Tensor, features_y: Sequence[Tensor], features_x0: Sequence[Tensor], oracle: Oracle
+) -> Tensor:
     """D(x0, y), eqn. 20: [B, 1, H, W]. In reference mode the authors' normalisation, pooling and smoothing."""
     size = (int(y.shape[-2]), int(y.shape[-1]))
     feature = torch.zeros_like(y[:, :1])
@@ -155,13 +159,14 @@ class Noise:
 
 
 def mdps(
-    eps: Eps, features: Features, y: Tensor, passes: Sequence[tuple[Oracle, Noise]]
+    eps: Eps, features: Features, y: Tensor, passes: Sequence[tuple[Oracle, Noise]], mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The whole method: every pass samples under the mask the one before it made (1 everywhere at first).
+    """The whole method: every pass samples under the mask the one before it made (at first `mask`, 1 by default).
 
     Returns anomaly map [B, 1, H, W], score [B], the last mask used, the posterior samples of every pass (image-major).
     """
-    next_mask, features_y, samples = torch.ones_like(y[:, :1]), features(y), []
+    next_mask = torch.ones_like(y[:, :1]) if mask is None else mask
+    features_y, samples = features(y), []
     for oracle, noise in passes:
         mask = next_mask
         count = noise.first.shape[0] // y.shape[0]

@@ -1,0 +1,224 @@
+"""From a checkpoint to a bundle: graphs, weights, manifest, parity gate; a folder that appears whole or not at all."""
+
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from mdps.export.graph import WeightStore, count_nodes, trace, write
+from mdps.export.linearize import prepare_input_gradients
+from mdps.export.options import ExportOptions
+from mdps.export.parity import check_parity
+from mdps.export.score import Features, Score
+from mdps.export.step import Denoiser as StepDenoiser
+from mdps.export.step import GuidedStep, PlainStep, StepRules
+from mdps.export.tracer import record
+from mdps.models.backbones import Backbone, load_backbone
+from mdps.models.checkpoints import Denoiser, load_denoiser
+from mdps.runtime.atomic import new_folder
+from mdps.runtime.errors import UsageError, require
+from mdps.runtime.loading import open_pipeline
+from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import plan_steps
+from mdps.runtime.settings import Settings
+
+Say = Callable[[str], None]
+BATCHED = ("x_t", "observation", "mask", "noise", "mask_noise")
+
+
+def export_bundle(
+    ckpt: Path | str, out: Path | str | None = None, options: ExportOptions | None = None, *, force: bool = False, say: Say = lambda _: None
+) -> Path:  # fmt: skip
+    """Writes the bundle of a checkpoint to folder `out` (default: beside it, with the suffix .bundle) and returns it.
+
+    `force` replaces an existing folder; `say` is told what is going on. Raises CheckpointError or UsageError for what
+    the user can mend, ParityError where the graphs do not compute what the torch oracle does: then nothing is written.
+    """
+    ckpt, options = Path(ckpt), options or ExportOptions()
+    out = Path(out) if out is not None else ckpt.with_name(ckpt.stem + ".bundle")
+    require(force or not out.exists(), f"{out} already exists: choose another --out, or replace it with --force")
+    say(f"reading {ckpt}")
+    denoiser = load_denoiser(ckpt, options.load)
+    preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
+    settings = options.settings(preprocessing.network_size)
+    _check(denoiser, settings, preprocessing)
+    backbone = _backbone(settings, options)
+    with new_folder(out, replace=force) as folder:
+        writer = _Writer(folder, denoiser, settings, preprocessing, say)
+        writer.steps(options.guidance_backend)
+        writer.scoring(backbone)
+        manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity={})
+        say("comparing with the torch oracle")
+        parity = _parity(folder, manifest, denoiser, backbone)
+        writer.manifest(out.name, options.guidance_backend, backbone, parity).write(folder)
+    return out
+
+
+def _trained_preprocessing(denoiser: Denoiser) -> Preprocessing:
+    side = denoiser.config.image_size
+    if denoiser.preprocessing is None:
+        return Preprocessing(image_size=(side, side))
+    return Preprocessing.from_json(denoiser.preprocessing, "the checkpoint's preprocessing")
+
+
+def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing) -> None:
+    """What would fail deep inside a trace, said before it starts."""
+    unit = 2 ** (len(denoiser.config.channel_mult) - 1)
+    size = preprocessing.network_size
+    if any(side % unit for side in size):
+        raise UsageError(
+            f"the network halves its input {unit.bit_length() - 1} times, so {size[0]} x {size[1]} must be multiples of {unit}"
+        )
+    for one in settings.sampler.passes:
+        plan_steps(denoiser.schedule, settings.sampler.time_index, one, settings.sampler.eta_ddim)
+    if settings.score.smoothing_sigma and min(size) <= settings.score.smoothing_kernel // 2:
+        raise UsageError(
+            f"maps of {size[0]} x {size[1]} are too small for a Gaussian of {settings.score.smoothing_kernel} pixels"
+        )
+    require(
+        settings.score.top <= size[0] * size[1],
+        f"the image score counts {settings.score.top} pixels, the map has fewer",
+    )
+
+
+def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
+    if not settings.score.stages:
+        return None
+    return load_backbone(settings.score.backbone, options.backbone_weights, settings.score.stages)
+
+
+def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None) -> dict[str, Any]:
+    with ExitStack() as opened:
+        pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
+        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size)
+
+
+class _Writer:
+    """Fills a folder; remembers which graph is in which file."""
+
+    def __init__(
+        self, folder: Path, denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing, say: Say
+    ) -> None:
+        self.folder, self.denoiser, self.settings, self.preprocessing, self.say = (
+            folder,
+            denoiser,
+            settings,
+            preprocessing,
+            say,
+        )
+        self.graphs: dict[str, GraphEntry] = {}
+        self.nodes: dict[str, dict[str, int]] = {}
+
+    def steps(self, backend: str) -> None:
+        """The step graphs the passes need; a plain one always where it shares its weights with the guided one."""
+        scales = [one.guidance_scale for one in self.settings.sampler.passes]
+        sampler = self.settings.sampler
+        rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient, self.denoiser.prediction)
+        network = self.denoiser.network
+        weights = WeightStore(self.folder / "denoiser.weights")
+        if backend == "traced" and any(scales):
+            self._traced(network)
+        if backend == "onnx" or not all(scales):
+            self._record("plain_step", PlainStep(StepDenoiser(network, self.denoiser.prediction), rules), weights)
+        if backend == "onnx" and any(scales):
+            prepare_input_gradients(network)
+            self._record("guided_step", GuidedStep(StepDenoiser(network, self.denoiser.prediction), rules), weights)
+
+    def scoring(self, backbone: Backbone | None) -> None:
+        """Features of the observation, and the score graph around the same features of the samples."""
+        weights = WeightStore(self.folder / "features.weights")
+        score = self.settings.score
+        image = self._image(2)
+        features, observed = None, ()
+        if backbone is not None:
+            features = Features(backbone, backbone.mean, backbone.std, score.feature_size, score.pool).eval()
+            observed = features(image)
+            names = [f"observation_features_{i + 1}" for i in range(len(observed))]
+            self._trace("features", features, [image], ["image"], names, {"image": ("batch",)}, weights)
+        names = [f"observation_features_{i + 1}" for i in range(len(observed))]
+        axes = dict.fromkeys(["observation", *names], ("batch",)) | {"posterior_samples": ("batch", "samples")}
+        samples = torch.stack([image, -image, 0.5 * image], dim=1)
+        scalars = {"mask_lambda": 0.1, "mask_low": 0.0, "mask_high": 1.0, "mask_frozen": 0.0}
+        inputs = ["posterior_samples", "observation", *scalars, *names]
+        arguments = [samples, image, *map(torch.tensor, scalars.values()), *([observed] if observed else [])]
+        outputs = ["anomaly_map", "anomaly_score", "mask"]
+        self._trace("score", Score(features, score).eval(), arguments, inputs, outputs, axes, weights)
+
+    def manifest(self, name: str, backend: Any, backbone: Backbone | None, parity: dict[str, Any]) -> Manifest:
+        report = self.denoiser.report
+        hashes = {"backbone_weights_sha256": backbone.weights_sha256 or ""} if backbone else {}
+        return Manifest(
+            schema_version=SCHEMA_VERSION,
+            name=name,
+            settings=self.settings,
+            network={"format": report.format, "parameters": report.parameters, **self.denoiser.config.to_json()}
+            | hashes,
+            schedule=self.denoiser.schedule,
+            prediction=self.denoiser.prediction,
+            preprocessing=self.preprocessing,
+            calibrations={},
+            files=hash_files(self.folder),
+            graphs=self.graphs,
+            versions=_versions(),
+            parity={"checks": parity, "nodes": self.nodes},
+            checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
+            guidance_backend=backend,
+        )
+
+    def _image(self, batch: int) -> Tensor:
+        return (
+            torch.rand(batch, 3, *self.preprocessing.network_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        )
+
+    def _record(self, role: str, module: nn.Module, weights: WeightStore) -> None:
+        self.say(f"writing {role}.onnx")
+        image = self._image(1)
+        inputs: dict[str, Tensor | None] = dict.fromkeys(("x_t", "observation", "noise"), None)
+        replace_rule = self.settings.sampler.mask_rule == "replace"
+        inputs = {
+            "x_t": image, "observation": image.flip(-1), "mask": (image[:, :1] > 0).float(), "noise": image.flip(-2),
+            "mask_noise": image.flip(-1, -2) if replace_rule else None,
+        }  # fmt: skip
+        scalars = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1}
+        if role == "guided_step":
+            scalars["guidance_scale"] = 1.0
+        inputs |= {name: torch.tensor(value) for name, value in scalars.items()}
+        outputs = ["x_s", "eps", "guidance_gradient"] if role == "guided_step" else ["x_s", "eps"]
+        self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights)
+
+    def _trace(
+        self, role: str, module: nn.Module, arguments: Any, names: list[str], outputs: list[str], axes: Any, weights: WeightStore
+    ) -> None:  # fmt: skip
+        self.say(f"writing {role}.onnx")
+        self._write(role, trace(module, arguments, names, outputs, axes), weights)
+
+    def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore) -> None:
+        write(model, self.folder / f"{role}.onnx", weights)
+        self.graphs[role] = GraphEntry(f"{role}.onnx")
+        self.nodes[role] = count_nodes(model)
+
+    def _traced(self, network: nn.Module) -> None:
+        self.say("writing denoiser.pt2")
+        batch = torch.export.Dim("batch", min=1)
+        program = torch.export.export(
+            network, (self._image(2), torch.tensor(99.0)), dynamic_shapes={"x": {0: batch}, "timestep": {}}
+        )
+        torch.export.save(program, self.folder / "denoiser.pt2")
+        self.graphs["guided_step"] = GraphEntry("denoiser.pt2", "traced")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("mdps", "torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,209 @@
+"""The gate at the end of an export: what was written must compute what the oracle computes, or there is no bundle."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from mdps.export.step import eps_coefficients
+from mdps.models import oracle as oracles
+from mdps.models.backbones import Backbone
+from mdps.models.checkpoints import Denoiser
+from mdps.models.oracle import Oracle
+from mdps.runtime.errors import BackendError
+from mdps.runtime.noise import INITIAL
+from mdps.runtime.pipeline import Pipeline
+from mdps.runtime.sampler import posterior_sampling
+from mdps.runtime.settings import Settings
+
+Array = NDArray[np.float32]
+TOLERANCES = {
+    "eps": 1e-4, "guidance_gradient": 1e-4, "one_step": 5e-4, "first_map": 2e-3, "mask_disagreement": 1e-2,
+    "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3,
+}  # fmt: skip
+"""Largest difference over the largest value (at least 1, but for the gradient and the maps); shares for the mask."""
+
+
+class ParityError(BackendError):
+    """The exported graphs do not compute what the oracle does."""
+
+
+@dataclass
+class Report:
+    """Errors found beside their tolerances; `failures` names those outside."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, name: str, got: NDArray[Any], wanted: Tensor, floor: float = 1.0) -> None:
+        reference = wanted.numpy()
+        scale = max(floor, float(np.abs(reference).max()))
+        self.errors[name] = float(np.abs(got - reference).max()) / scale
+
+    @property
+    def failures(self) -> list[str]:
+        # written so that NaN fails
+        return [name for name, error in self.errors.items() if not error <= TOLERANCES.get(name, 0.0)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: {"error": error, "tolerance": TOLERANCES.get(name, 0.0)} for name, error in self.errors.items()}
+
+
+def check_parity(
+    pipeline: Pipeline, denoiser: Denoiser, backbone: Backbone | None, size: tuple[int, int]
+) -> dict[str, Any]:
+    """Runs every graph beside the oracle on two pictures of noise; returns the report. ParityError outside tolerance."""
+    report = Report()
+    y = _pictures(size)
+    eps = _eps(denoiser)
+    with torch.no_grad():
+        for index, _ in enumerate(pipeline.settings.sampler.passes):
+            _check_first_step(report, pipeline, eps, y, index)
+        _check_whole(report, pipeline, eps, backbone, y)
+    if report.failures:
+        raise ParityError(
+            "the exported graphs disagree with the torch oracle, so no bundle was written: "
+            + ", ".join(
+                f"{name} off by {report.errors[name]:.2g} (allowed {TOLERANCES.get(name, 0.0):.2g})"
+                for name in report.failures
+            )
+        )
+    return report.to_json()
+
+
+def _pictures(size: tuple[int, int]) -> Array:
+    """Two pictures [2, 3, H, W] in [-1, 1] with structure at several scales."""
+    stream = np.random.RandomState(0)
+    layers = [torch.from_numpy(stream.standard_normal((2, 3, n, n)).astype(np.float32)) for n in (3, 9, 31)]
+    layers = [F.interpolate(layer, size, mode="bilinear") for layer in layers]
+    return np.asarray(torch.tanh(0.5 * torch.stack(layers).sum(dim=0)).numpy())
+
+
+def _eps(denoiser: Denoiser) -> oracles.Eps:
+    alphas = torch.tensor(denoiser.schedule.alphas_cumprod, dtype=torch.float32)
+
+    def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
+        p, q = eps_coefficients(denoiser.prediction, alphas[int(timestep)])
+        return p * x_t + q * denoiser.network(x_t, timestep)[:, :3]
+
+    return eps
+
+
+def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Oracle:
+    """The oracle's settings of one pass."""
+    sampler, score = settings.sampler, settings.score
+    one = sampler.passes[pass_index]
+    return Oracle(
+        alphas_cumprod=torch.cumprod(1 - torch.tensor(betas, dtype=torch.float64), dim=0),
+        reference=settings.mode == "reference",
+        noise_level=one.noise_level,
+        steps=one.steps or 0,
+        skip=one.skip or 0,
+        guidance_scale=one.guidance_scale,
+        squared_norm=sampler.guidance_norm == "squared",
+        use_jacobian=sampler.gradient == "exact",
+        eta_ddim=sampler.eta_ddim,
+        eta=score.eta,
+        mask_lambda=settings.mask.mask_lambda,
+        top=score.top,
+        pixel_term=score.eta > 0,
+        feature_term=bool(score.stages),
+    )
+
+
+def _noise(pipeline: Pipeline, pass_index: int, images: int) -> oracles.Noise:
+    """The bank's noise for so many images, image-major, first and then every step."""
+    samples = pipeline.settings.sampler.samples
+
+    def draw(step: int) -> Tensor:
+        return torch.from_numpy(np.tile(pipeline.noise.draw(pass_index, step, samples), (images, 1, 1, 1)))
+
+    count = 1 + max(
+        one.noise_level // (one.skip or 1) if one.skip else one.steps or 0 for one in pipeline.settings.sampler.passes
+    )
+    return oracles.Noise(draw(INITIAL), [draw(step) for step in range(count)])
+
+
+def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: Array, index: int) -> None:
+    """eps, gradient and x_s of the first step under a half mask, with both pictures at once and with one alone."""
+    one = pipeline.settings.sampler.passes[index]
+    oracle = oracle_of(pipeline.settings, pipeline.schedule.betas, index)
+    mask = np.zeros_like(y[:, :1])
+    mask[..., : mask.shape[-1] // 2] = 1
+    for images in (1, 2):
+        many = images * pipeline.settings.sampler.samples
+        sampling = posterior_sampling(
+            pipeline.steps,
+            pipeline.schedule,
+            pipeline.settings.sampler,
+            y[:images],
+            mask[:images],
+            index,
+            pipeline.noise,
+        )
+        first, state = next(sampling), next(sampling)
+        ty, tm = (torch.from_numpy(a[:images]).repeat_interleave(many // images, dim=0) for a in (y, mask))
+        noise = _noise(pipeline, index, images)
+        states = oracles.posterior_sampling(eps, ty, tm, noise.first, noise.steps, oracle)
+        next(states)
+        report.compare("one_step", state.x, next(states))
+        if one.guidance_scale and state.guidance_gradient is not None and state.step is not None:
+            x = torch.from_numpy(first.x)
+            if oracle.reference:
+                a = state.step.alpha_t
+                x = tm * x + (1 - tm) * (a**0.5 * ty + (1 - a) ** 0.5 * noise.first)
+            e, gradient = oracles.guidance_gradient(eps, x, ty, int(state.step.timestep), state.step.alpha_t, oracle)
+            report.compare("eps", np.asarray(state.eps), e)
+            report.compare("guidance_gradient", state.guidance_gradient, gradient, floor=1e-12)
+    if state.guidance_gradient is not None:
+        _check_gradient_moves(state.guidance_gradient)
+
+
+def _check_gradient_moves(gradient: Array) -> None:
+    """A gradient that an exporter froze into a constant is the same for two different pictures."""
+    if np.abs(gradient[0] - gradient[-1]).max() <= 1e-3 * np.abs(gradient).max():
+        raise ParityError(
+            "the exported guidance gradient is the same for two different images: it was frozen at export"
+        )
+
+
+def _check_whole(report: Report, pipeline: Pipeline, eps: oracles.Eps, backbone: Backbone | None, y: Array) -> None:
+    """Both passes and the scores; the oracle's last pass runs under the runtime's mask, compared on its own."""
+    sampler, ty = pipeline.settings.sampler, torch.from_numpy(y)
+    features = _features(backbone, pipeline.settings)
+    found = pipeline.inspect(y, mask_range=(0.0, 1.0))
+    frozen = (torch.tensor(0.0), torch.tensor(1.0)) if pipeline.settings.mask.range != "per-image" else (None, None)
+    mask = torch.ones_like(ty[:, :1])
+    for index, _ in enumerate(sampler.passes):
+        oracle = oracle_of(pipeline.settings, pipeline.schedule.betas, index)
+        anomaly_map, score, _, samples = oracles.mdps(
+            eps, features, ty, [(oracle, _noise(pipeline, index, len(y)))], mask
+        )
+        if index == 0:
+            report.compare("first_map", found.first_map, anomaly_map, floor=1e-6)
+            wanted = oracles.mask_of(anomaly_map, oracle, *frozen)
+            report.errors["mask_disagreement"] = float(np.abs(found.mask - wanted.numpy()).mean())
+            mask = torch.from_numpy(found.mask)
+    report.compare("posterior_sample", found.posterior_samples, samples[-1])
+    report.compare("anomaly_map", found.anomaly_map, anomaly_map, floor=1e-6)
+    report.compare("anomaly_score", found.anomaly_score, score, floor=1e-6)
+
+
+def _features(backbone: Backbone | None, settings: Settings) -> Callable[[Tensor], Sequence[Tensor]]:
+    """Stage features of images in [-1, 1], before any pooling or scaling to unit length."""
+    if backbone is None:
+        return lambda image: []
+    network, wanted = backbone, settings.score.feature_size or 0
+    mean, std = (torch.tensor(v).reshape(1, 3, 1, 1) for v in (network.mean, network.std))
+
+    def features(image: Tensor) -> Sequence[Tensor]:
+        size = [max(wanted, side) for side in image.shape[-2:]]
+        image = F.interpolate(image, size, mode="bilinear") if min(image.shape[-2:]) < wanted else image
+        stages: Sequence[Tensor] = network(((image + 1) / 2 - mean) / std)
+        return stages
+
+    return features
