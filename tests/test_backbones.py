@@ -1,5 +1,6 @@
 """Feature networks: the right stages, the right weights, and no download."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def lite0() -> Backbone:
     return load_backbone("efficientnet_lite0")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def resnet18() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return dict(timm.create_model("resnet18").state_dict())
@@ -164,16 +165,15 @@ def test_absent_weights_say_where_to_get_them(tmp_path: Path, monkeypatch: pytes
         find_weights("wide_resnet101_2", {"hf_hub_id": "timm/wide_resnet101_2.not_cached", "url": "https://x.y/z.pth"})
 
 
-def _change(state: dict[str, torch.Tensor], kind: str) -> Any:
-    return {
-        "surplus": state | {"layer9.weight": torch.zeros(1)},
-        "missing": {k: v for k, v in state.items() if k != "layer2.0.conv1.weight"},
-        "shape": state | {"conv1.weight": torch.zeros(64, 3, 3, 3)},
-        "nan": state | {"bn1.weight": torch.full((64,), torch.nan)},
-        "list": [1],
-        "other": dict(timm.create_model("mobilenetv3_small_100").state_dict()),
-        "deeper": dict(timm.create_model("resnet34").state_dict()),
-    }[kind]
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "surplus": lambda state: state | {"layer9.weight": torch.zeros(1)},
+    "missing": lambda state: {k: v for k, v in state.items() if k != "layer2.0.conv1.weight"},
+    "shape": lambda state: state | {"conv1.weight": torch.zeros(64, 3, 3, 3)},
+    "nan": lambda state: state | {"bn1.weight": torch.full((64,), torch.nan)},
+    "list": lambda state: [1],
+    "other": lambda state: dict(timm.create_model("mobilenetv3_small_050").state_dict()),
+    "deeper": lambda state: state | {"layer3.2.conv1.weight": torch.zeros(256, 256, 3, 3)},
+}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def _change(state: dict[str, torch.Tensor], kind: str) -> Any:
     ],
 )
 def test_weights_that_do_not_fit(kind: str, sentence: str, resnet18: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    torch.save(_change(resnet18, kind), tmp_path / "r.pth")
+    torch.save(CHANGES[kind](resnet18), tmp_path / "r.pth")
     with pytest.raises(CheckpointError, match=sentence) as raised:
         load_backbone("resnet18", tmp_path / "r.pth")
     assert str(tmp_path / "r.pth") in str(raised.value)

@@ -245,6 +245,20 @@ def test_arguments_in_the_file_win_over_published_defaults(state_of: Callable[[s
     assert set(denoiser.report.assumed) == {"new_attention_order", "prediction"}
 
 
+def test_anoddpm_stretches_its_linear_betas(state_of: Callable[[str], State], tmp_path: Path) -> None:
+    """However many steps, the betas of its code sum to the same noise."""
+    for steps, ends in ((1000, (1e-4, 0.02)), (500, (2e-4, 0.04))):
+        saved = wrap("anoddpm_strided", state_of("anoddpm_strided"))
+        saved["args"].update(T=steps, beta_schedule="linear")
+        torch.save(saved, tmp_path / "a.pt")
+        schedule = load_denoiser(tmp_path / "a.pt").schedule
+        assert (schedule.betas[0], schedule.betas[-1], len(schedule)) == (*ends, steps)
+    saved["args"].update(beta_schedule="sigmoid")
+    torch.save(saved, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="sigmoid"):
+        load_denoiser(tmp_path / "a.pt")
+
+
 def test_openai_without_a_sidecar_names_the_options_to_give(openai_state: State, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save(openai_state, path)
@@ -348,6 +362,7 @@ def test_own_format_needs_no_options(openai_state: State, tmp_path: Path) -> Non
     )
     schedule, notes, prep = NoiseSchedule.cosine(100), {"images": 209}, {"image_size": [16, 16], "crop": "none"}
     save_denoiser(tmp_path / "own.safetensors", first.network, schedule, "v", prep, notes)
+    (tmp_path / "own.json").write_text('{"loss": [1, 2]}')  # a training log, say: the header needs no help
     again = load_denoiser(tmp_path / "own.safetensors")
     assert again.report.format == "mdps"
     assert again.report.assumed == {}
@@ -621,6 +636,27 @@ def test_wrong_file_is_one_sentence(name: str, sentence: str, openai_state: Stat
     with pytest.raises(CheckpointError, match=sentence) as raised:
         load_denoiser(path, LoadOptions(image_size=16, num_heads=4))
     assert_sentence(raised.value, path)
+
+
+@pytest.mark.parametrize("kind", ["torch", "legacy", "safetensors"])
+def test_damage_anywhere_is_a_sentence_or_harmless(kind: str, tmp_path: Path) -> None:
+    """Cut at and garbled from many places, a file of any container raises CheckpointError or still loads."""
+    path, rng = tmp_path / "model.bin", np.random.default_rng(0)
+    config = UNetConfig(8, model_channels=32, channel_mult=(1,), num_res_blocks=1, attention_factors=())
+    state = UNet(config).state_dict()
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "torch")
+    data = path.read_bytes()
+    for _ in range(40):
+        place = int(min(rng.exponential(3000), len(data) - 1)) if rng.random() < 0.7 else int(rng.integers(len(data)))
+        garbled = data[:place] + rng.bytes(8) + data[place + 8 :]
+        path.write_bytes(data[:place] if rng.random() < 0.4 else garbled)
+        try:
+            load_denoiser(path, LoadOptions(image_size=8, num_heads=4))
+        except CheckpointError as error:
+            assert_sentence(error, path)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:

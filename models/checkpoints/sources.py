@@ -43,11 +43,9 @@ def open_source(path: Path) -> Source:
         folder = diffusers.find_folder(path)
         return _diffusers(folder, diffusers.weights_file(folder))
     loaded, metadata = read_file(path)
-    sidecar = read_sidecar(path)
-    statements = [sidecar] if sidecar else []
-    if own.METADATA_KEY in metadata:
+    if own.METADATA_KEY in metadata:  # its header says everything, so a JSON beside it is not about that
         statement, extra = own.read_description(metadata)
-        return Source("mdps", path, loaded, [*statements, statement], Statement("defaults"), extra=extra)
+        return Source("mdps", path, loaded, [statement], Statement("defaults"), extra=extra)
     found = find_network(loaded)
     if found.layout.convert is None:
         if not (path.parent / "config.json").is_file():
@@ -55,6 +53,8 @@ def open_source(path: Path) -> Source:
                 "is a diffusers network without its config.json: give the folder that holds both, as diffusers saves it"
             )
         return _diffusers(path.parent, path)
+    sidecar = read_sidecar(path)
+    statements = [sidecar] if sidecar else []
     if found.arguments:
         statements.append(_from_arguments(found.arguments))
     published = _AUTHORS_PUBLISHED if found.layout is AUTHORS else _OPENAI_PUBLISHED
