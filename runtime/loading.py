@@ -1,7 +1,7 @@
 """Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mdps.runtime.calibration import Calibration
@@ -63,7 +63,7 @@ def open_pipeline(
     max_batch: int = 8,
 ) -> Pipeline:
     """The sessions of a bundle whose files lie in `path`, closed with `opened`; raises as `load`."""
-    return _Opener(path, manifest, settings, provider, threads, max_batch, opened).pipeline()
+    return _Opener(path, manifest, settings, opened, provider, threads, max_batch).pipeline()
 
 
 def _override(settings: Settings, samples: int | None, seed: int | None) -> Settings:
@@ -88,55 +88,51 @@ def _calibration(path: Path, manifest: Manifest, product: str, settings: Setting
     return calibration
 
 
+@dataclass(frozen=True)
 class _Opener:
     """Opens the sessions of one bundle and closes them again when loading fails half-way."""
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        settings: Settings,
-        provider: str,
-        threads: int | None,
-        max_batch: int,
-        opened: ExitStack,
-    ) -> None:
-        self._path, self._manifest, self._settings = path, manifest, settings
-        self._provider, self._threads, self._max_batch, self._opened = provider, threads, max_batch, opened
+    path: Path
+    manifest: Manifest
+    settings: Settings
+    opened: ExitStack
+    provider: str
+    threads: int | None
+    max_batch: int
 
     def pipeline(self) -> Pipeline:
         """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
-        sampler = self._settings.sampler
+        sampler = self.settings.sampler
         scales = [settings.guidance_scale for settings in sampler.passes]
         return Pipeline(
             steps=StepSessions(
                 guided=self._step("guided_step") if any(scales) else None,
                 plain=self._step("plain_step") if not all(scales) else None,
             ),
-            features=self._open("features") if self._settings.score.stages else None,
+            features=self._open("features") if self.settings.score.stages else None,
             score=self._open("score"),
-            schedule=self._manifest.schedule,
-            settings=self._settings,
-            noise=NoiseBank(sampler.seed, (3, *self._manifest.preprocessing.network_size)),
+            schedule=self.manifest.schedule,
+            settings=self.settings,
+            noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size)),
         )
 
     def _step(self, role: str) -> Session:
-        return ChunkedSession(self._open(role), self._max_batch)
+        return ChunkedSession(self._open(role), self.max_batch)
 
     def _open(self, role: str) -> Session:
-        graph = self._manifest.graphs.get(role)
+        graph = self.manifest.graphs.get(role)
         if graph is None:
-            raise BundleError(f"{self._path / FILE_NAME} names no graph {role!r}: export the bundle again")
+            raise BundleError(f"{self.path / FILE_NAME} names no graph {role!r}: export the bundle again")
         session = (
-            self._traced(self._path / graph.file)
+            self._traced(self.path / graph.file)
             if graph.session == "traced"
-            else open_session(self._path / graph.file, self._provider, self._threads)
+            else open_session(self.path / graph.file, self.provider, self.threads)
         )
-        self._opened.callback(session.close)
+        self.opened.callback(session.close)
         return session
 
     def _traced(self, file: Path) -> Session:
         from mdps.runtime.traced import TracedSession
 
-        manifest = self._manifest
-        return TracedSession(file, self._settings.sampler, manifest.prediction, self._provider, self._threads)
+        manifest = self.manifest
+        return TracedSession(file, self.settings.sampler, manifest.prediction, self.provider, self.threads)

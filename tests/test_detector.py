@@ -240,8 +240,9 @@ def test_the_map_averages_over_samples(bundle, samples):
         assert found.posterior_samples.shape == (2 * samples, 3, SIZE, SIZE)
         per_sample = np.abs(found.posterior_samples.reshape(2, samples, 3, SIZE, SIZE) - y[:, None]).sum(axis=2)
         np.testing.assert_allclose(found.anomaly_map[:, 0], per_sample.mean(axis=1), atol=1e-5)
-        result = detector(bad())
-        np.testing.assert_allclose(result.posterior_sample, found.posterior_samples[0], atol=1e-5)
+        for index, result in enumerate(detector.batch([bad(), good(1)[0]])):
+            first = found.posterior_samples[index * samples]
+            np.testing.assert_allclose(result.posterior_sample, first, atol=1e-5)
 
 
 def test_another_seed_is_another_noise(bundle, detector):
