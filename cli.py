@@ -175,6 +175,79 @@ def inspect(path: Path, as_json: bool) -> None:
     click.echo(json.dumps(report.to_json()) if as_json else report)
 
 
+def _stages(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return () if value == "none" else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither 'none' nor numbers such as 1,2,3") from None
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  mdps export --ckpt denoiser.pt
+  mdps export --ckpt denoiser.pt --out bundle --image-size 256 --num-heads 4
+  mdps export --ckpt model/ --out bundle --preset mvtec/bottle --backbone-weights wide_resnet101_2.pth
+  mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5"""
+)
+@click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint file or diffusers folder.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle [default: beside the checkpoint].")
+@click.option("--force", is_flag=True, help="Replace an existing --out.")
+@click.option("--mode", type=click.Choice(["paper", "reference"]), help="[default: paper; reference with --preset]")
+@click.option("--preset", help="The authors' settings of a category, such as mvtec/bottle.")
+@click.option("--guidance-backend", type=click.Choice(["onnx", "traced"]), default="onnx", show_default=True)
+@click.option("--gradient", type=click.Choice(["exact", "jacobian-free"]), default="exact", show_default=True)
+@click.option("--guidance-norm", type=click.Choice(["l2", "squared"]), help="Of the residual whose gradient guides.")
+@click.option("--guidance-scale", type=click.FloatRange(0), help="Strength of the guidance (rho, w); 0 for none.")
+@click.option("--noise-level", type=click.IntRange(1), help="Step T that images are noised to.")
+@click.option("--steps", type=click.IntRange(1), help="Denoising steps N of a pass.")
+@click.option("--mask-pass/--no-mask-pass", default=None, help="A second pass under the first one's mask, or not.")
+@click.option("--mask-lambda", type=click.FloatRange(0, 1), help="Where the mask's threshold lies from min to max.")
+@click.option(
+    "--mask-range", type=click.Choice(["per-image", "frozen"]), help="Min and max of the image or good parts."
+)
+@click.option("--samples", type=click.IntRange(1), default=1, show_default=True, help="Posterior samples an image.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the noise bank.")
+@click.option("--backbone", help="Feature network: efficientnet_lite0, or any of timm's.")
+@click.option("--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached].")
+@click.option("--stages", callback=_stages, help="Its stages to compare, such as 1,2,3; 'none' compares pixels only.")
+@click.option("--eta", type=click.FloatRange(0), help="Weight of the pixel term.")
+@click.option("--crop", type=click.Choice(["none", "input", "metrics"]), help="Cut the centre of the resized image.")
+@click.option("--crop-size", type=click.IntRange(1), help="Side of the cut.")
+@click.option("--roi", type=int, nargs=4, help="Region of interest in the photograph: LEFT TOP WIDTH HEIGHT.")
+@click.option("--image-size", type=click.IntRange(8), help="Side of the images the network was trained on.")
+@click.option("--num-heads", type=click.IntRange(1), help="Attention heads, where the checkpoint does not say.")
+@click.option("--num-head-channels", type=click.IntRange(1), help="Channels of a head, instead of --num-heads.")
+@click.option("--new-attention-order/--legacy-attention-order", default=None, help="Order of queries, keys, values.")
+@click.option("--prediction", type=click.Choice(["eps", "v", "x0"]), help="What the network predicts.")
+@click.option(
+    "--schedule", type=click.Choice(["linear", "scaled_linear", "cosine"]), help="Noise schedule of training."
+)
+@TRACEBACK
+def export(ckpt: Path, out: Path | None, force: bool, mode: str | None, **choices: Any) -> None:
+    """Turn a checkpoint into a bundle, and prove it against a plain torch implementation.
+
+    What is not given comes from the checkpoint, then from the mode. `mdps inspect CKPT` says what must be given.
+    """
+    if mode and (mode == "reference") != (choices["preset"] is not None):
+        raise click.UsageError("--mode reference takes its numbers from a --preset, and --mode paper has no preset")
+    with needs("export", "cpu"):
+        from mdps.export import ExportOptions, export_bundle
+        from mdps.models.checkpoints import LoadOptions
+        from mdps.runtime.schedule import NoiseSchedule
+    schedule = choices.pop("schedule")
+    facts = ("image_size", "num_heads", "num_head_channels", "new_attention_order", "prediction")
+    load = LoadOptions(
+        **{name: choices.pop(name) for name in facts},
+        schedule=getattr(NoiseSchedule, schedule)() if schedule else None,
+    )
+    options = ExportOptions(**_given(choices), load=load)
+    bundle = export_bundle(ckpt, out, options, force=force, say=lambda text: click.echo(text, err=True))
+    click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
+
+
 @cli.command(
     epilog="""\b
 Examples:
@@ -276,7 +349,7 @@ def main() -> None:
 
 def main_export() -> None:
     """Entry point of `mdps-export`."""
-    sys.exit(run(cli))
+    sys.exit(run(export, name="mdps-export"))
 
 
 if __name__ == "__main__":

@@ -54,11 +54,11 @@ def _plain(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
+def run(command: click.Command, arguments: Sequence[str] | None = None, name: str | None = None) -> int:
     """Runs a command and gives its exit code; whatever goes wrong ends as one sentence on stderr."""
     state: dict[str, bool] = {}
     try:
-        result = command.main(args=arguments, prog_name=command.name, obj=state, standalone_mode=False)
+        result = command.main(args=arguments, prog_name=name or command.name, obj=state, standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
