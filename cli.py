@@ -91,8 +91,11 @@ def predict(
     from mdps.runtime import load
     from mdps.serving.run import inspect_folder
 
-    detector = load(bundle, product=product, threads=threads, samples=samples, calibrated=not scores_only)
-    rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
+    at_once = max(8, batch)
+    with load(
+        bundle, product=product, threads=threads, samples=samples, calibrated=not scores_only, max_batch=at_once
+    ) as detector:
+        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
         click.echo(f"{row.path}: {row.error}", err=True)

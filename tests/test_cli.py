@@ -16,11 +16,11 @@ from PIL import Image
 
 import mdps.runtime
 from mdps import __version__
-from mdps.cli import cli
+from mdps.cli import cli, export
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
 from mdps.serving.terminal import needs, run
 
-COMMANDS = ("predict", "calibrate", "inspect", "train", "doctor", "demo")
+COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo")
 
 
 def mdps_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -34,6 +34,12 @@ class FakeDetector:
     calibration = None
     manifest = SimpleNamespace(name="fake")
     provenance = {"bundle": "fake", "settings": {"samples": 1}}  # noqa: RUF012 - never changed
+
+    def __enter__(self) -> "FakeDetector":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def batch(self, images: Sequence[Image.Image]) -> list[Result]:
         return [self._judge(np.asarray(image, np.float32) / 255) for image in images]
@@ -74,7 +80,7 @@ def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.Capture
     assert "Usage: mdps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["predict", "calibrate", "inspect", "train", "demo"])
+@pytest.mark.parametrize("command", ["export", "predict", "calibrate", "inspect", "train", "demo"])
 def test_commands_with_arguments_show_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(cli, [command, "-h"])
     assert f"Examples:\n    mdps {command}" in capsys.readouterr().out
@@ -138,11 +144,65 @@ def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace
 
 
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
-    options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only"]
+    options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
+    expected = {"product": "blue", "threads": 2, "samples": 5, "calibrated": False}
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
-    assert line.calls == [
-        {"path": Path(line.bundle), "product": "blue", "threads": 2, "samples": 5, "calibrated": False}
-    ]
+    assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
+
+
+# Export
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the export was called with; nothing is exported."""
+    import mdps.export
+
+    calls: list[tuple[Any, ...]] = []
+
+    def export_bundle(ckpt: Path, out: Path | None, options: Any, *, force: bool, say: Any) -> Path:
+        calls.append((ckpt, out, options, force))
+        return Path("made")
+
+    monkeypatch.setattr(mdps.export, "export_bundle", export_bundle)
+    return calls
+
+
+def test_export_with_a_checkpoint_alone_changes_nothing(exported: list[tuple[Any, ...]]) -> None:
+    from mdps.export import ExportOptions
+
+    assert run(cli, ["export", "--ckpt", "a.pt"]) == 0
+    assert exported == [(Path("a.pt"), None, ExportOptions(), False)]
+
+
+def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]]) -> None:
+    from mdps.export import ExportOptions
+    from mdps.models.checkpoints import LoadOptions
+    from mdps.runtime.schedule import NoiseSchedule
+
+    text = (
+        "--ckpt a.pt --out b --force --guidance-backend traced --gradient jacobian-free --guidance-norm squared "
+        "--guidance-scale 5 --noise-level 150 --steps 8 --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
+        "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 "
+        "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 --num-heads 4 --new-attention-order --prediction v --schedule cosine"
+    )
+    assert run(export, text.split()) == 0
+    load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v")
+    options = ExportOptions(
+        None, "traced", "jacobian-free", "squared", 5.0, 150, 8, False, 3, 7, "resnet18", Path("w.pth"), (2, 3),
+        0.5, 0.2, "frozen", "input", 56, (1, 2, 30, 40), load,
+    )  # fmt: skip
+    assert exported == [(Path("a.pt"), Path("b"), options, True)]
+
+
+def test_no_stages_means_pixels_only(exported: list[tuple[Any, ...]]) -> None:
+    assert run(cli, ["export", "--ckpt", "a.pt", "--stages", "none", "--preset", "mvtec/bottle"]) == 0
+    assert (exported[0][2].stages, exported[0][2].preset) == ((), "mvtec/bottle")
+
+
+def test_the_export_script_has_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(export, ["--help"], name="mdps-export") == 0
+    assert "Usage: mdps-export [OPTIONS]" in capsys.readouterr().out
 
 
 # What goes wrong
@@ -157,6 +217,11 @@ def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
         ["calibrate", "bundle", "good", "--false-alarm-rate", "1"],
         ["predikt"],
         ["train", "good", "--out", "run", "--recipe", "huge"],
+        ["export"],
+        ["export", "--ckpt", "a.pt", "--mode", "reference"],
+        ["export", "--ckpt", "a.pt", "--mode", "paper", "--preset", "mvtec/bottle"],
+        ["export", "--ckpt", "a.pt", "--stages", "one"],
+        ["export", "--ckpt", "a.pt", "--num-heads", "4", "--num-head-channels", "32"],
     ],
 )
 def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +236,7 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[st
         ["calibrate", "nowhere", "nowhere"],
         ["inspect", "nowhere"],
         ["train", "nowhere", "--out", "run"],
+        ["export", "--ckpt", "nowhere"],
     ],
 )
 def test_paths_that_do_not_exist_are_2_and_one_sentence(
@@ -179,9 +245,10 @@ def test_paths_that_do_not_exist_are_2_and_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert run(cli, arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith("Error: ")
-    assert "nowhere" in err
-    assert err.count("\n") == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert "nowhere" in last
+    assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 
