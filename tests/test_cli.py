@@ -184,7 +184,8 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
         "--ckpt a.pt --out b --force --guidance-backend traced --gradient jacobian-free --guidance-norm squared "
         "--guidance-scale 5 --noise-level 150 --steps 8 --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
         "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 "
-        "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 --num-heads 4 --new-attention-order --prediction v --schedule cosine"
+        "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 "
+        "--num-heads 4 --new-attention-order --prediction v --schedule cosine"
     )
     assert run(export, text.split()) == 0
     load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v")

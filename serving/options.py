@@ -1,0 +1,111 @@
+"""Options of the commands, in groups; names and ranges only, so that help is quick."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+Command = Callable[..., Any]
+
+BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
+PRODUCT = click.option("--product", default="default", show_default=True, help="Which of the bundle's calibrations.")
+THREADS = click.option(
+    "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."
+)
+SAMPLES = click.option("--samples", type=click.IntRange(1), help="Posterior samples an image [default: the bundle's].")
+
+
+def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        context.ensure_object(dict)["traceback"] = True
+
+
+TRACEBACK = click.option(
+    "--traceback", is_flag=True, expose_value=False, callback=_show_traceback, help="Show where an error came from."
+)
+
+
+def _stages(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return () if value == "none" else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither 'none' nor numbers such as 1,2,3") from None
+
+
+def _apply(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
+    for option in reversed(options):  # as a stack of decorators would
+        command = option(command)
+    return command
+
+
+def export_choices(command: Command) -> Command:
+    """What `ExportOptions` and `LoadOptions` hold, under their names."""
+    options = (
+        click.option("--preset", help="The authors' settings of a category, such as mvtec/bottle."),
+        click.option("--guidance-backend", type=click.Choice(["onnx", "traced"]), default="onnx", show_default=True),
+        click.option("--gradient", type=click.Choice(["exact", "jacobian-free"]), default="exact", show_default=True),
+        click.option(
+            "--guidance-norm", type=click.Choice(["l2", "squared"]), help="Of the residual whose gradient guides."
+        ),
+        click.option(
+            "--guidance-scale", type=click.FloatRange(0), help="Strength of the guidance (rho, w); 0 for none."
+        ),
+        click.option("--noise-level", type=click.IntRange(1), help="Step T that images are noised to."),
+        click.option("--steps", type=click.IntRange(1), help="Denoising steps N of a pass."),
+        click.option(
+            "--mask-pass/--no-mask-pass", default=None, help="A second pass under the first one's mask, or not."
+        ),
+        click.option(
+            "--mask-lambda", type=click.FloatRange(0, 1), help="Where the mask's threshold lies from min to max."
+        ),
+        click.option(
+            "--mask-range", type=click.Choice(["per-image", "frozen"]), help="Min and max of the image or good parts."
+        ),
+        click.option(
+            "--samples", type=click.IntRange(1), default=1, show_default=True, help="Posterior samples an image."
+        ),
+        click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the noise bank."),
+        click.option("--backbone", help="Feature network: efficientnet_lite0, or any of timm's."),
+        click.option(
+            "--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached]."
+        ),
+        click.option(
+            "--stages", callback=_stages, help="Its stages to compare, such as 1,2,3; 'none' compares pixels only."
+        ),
+        click.option("--eta", type=click.FloatRange(0), help="Weight of the pixel term."),
+        click.option(
+            "--crop", type=click.Choice(["none", "input", "metrics"]), help="Cut the centre of the resized image."
+        ),
+        click.option("--crop-size", type=click.IntRange(1), help="Side of the cut."),
+        click.option("--roi", type=int, nargs=4, help="Region of interest in the photograph: LEFT TOP WIDTH HEIGHT."),
+        click.option("--image-size", type=click.IntRange(8), help="Side of the images the network was trained on."),
+        click.option("--num-heads", type=click.IntRange(1), help="Attention heads, where the checkpoint does not say."),
+        click.option("--num-head-channels", type=click.IntRange(1), help="Channels of a head, instead of --num-heads."),
+        click.option(
+            "--new-attention-order/--legacy-attention-order", default=None, help="Order of queries, keys, values."
+        ),
+        click.option("--prediction", type=click.Choice(["eps", "v", "x0"]), help="What the network predicts."),
+        click.option(
+            "--schedule", type=click.Choice(["linear", "scaled_linear", "cosine"]), help="Noise schedule of training."
+        ),
+    )
+    return _apply(options, command)
+
+
+def training_choices(command: Command) -> Command:
+    """What changes a training recipe, under the names of `TrainingConfig`."""
+    options = (
+        click.option("--steps", type=click.IntRange(1), help="Training steps [default: 50000, small: 4000]."),
+        click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End within so many minutes."),
+        click.option("--batch", type=click.IntRange(1), help="Images a step [default: 8]."),
+        click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="[default: 1e-4, small: 4e-4]"),
+        click.option("--flip-horizontal", is_flag=True, default=None, help="Parts may be mirrored left to right."),
+        click.option("--flip-vertical", is_flag=True, default=None, help="Parts may be mirrored top to bottom."),
+        click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]"),
+        click.option("--seed", type=click.IntRange(0), help="[default: 0]"),
+    )
+    return _apply(options, command)
