@@ -34,8 +34,13 @@ BATCHED = ("x_t", "observation", "mask", "noise", "mask_noise")
 
 
 def export_bundle(
-    ckpt: Path | str, out: Path | str | None = None, options: ExportOptions | None = None, *, force: bool = False, say: Say = lambda _: None
-) -> Path:  # fmt: skip
+    ckpt: Path | str,
+    out: Path | str | None = None,
+    options: ExportOptions | None = None,
+    *,
+    force: bool = False,
+    say: Say = lambda _: None,
+) -> Path:
     """Writes the bundle of a checkpoint to folder `out` (default: beside it, with the suffix .bundle) and returns it.
 
     `force` replaces an existing folder; `say` is told what is going on. Raises CheckpointError or UsageError for what
@@ -74,7 +79,7 @@ def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing)
     size = preprocessing.network_size
     if any(side % unit for side in size):
         raise UsageError(
-            f"the network halves its input {unit.bit_length() - 1} times, so {size[0]} x {size[1]} must be multiples of {unit}"
+            f"the network halves its input again and again: {size[0]} x {size[1]} must be multiples of {unit}"
         )
     for one in settings.sampler.passes:
         plan_steps(denoiser.schedule, settings.sampler.time_index, one, settings.sampler.eta_ddim)
@@ -180,9 +185,8 @@ class _Writer:
     def _record(self, role: str, module: nn.Module, weights: WeightStore) -> None:
         self.say(f"writing {role}.onnx")
         image = self._image(1)
-        inputs: dict[str, Tensor | None] = dict.fromkeys(("x_t", "observation", "noise"), None)
         replace_rule = self.settings.sampler.mask_rule == "replace"
-        inputs = {
+        inputs: dict[str, Tensor | None] = {
             "x_t": image, "observation": image.flip(-1), "mask": (image[:, :1] > 0).float(), "noise": image.flip(-2),
             "mask_noise": image.flip(-1, -2) if replace_rule else None,
         }  # fmt: skip
@@ -194,7 +198,8 @@ class _Writer:
         self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights)
 
     def _trace(
-        self, role: str, module: nn.Module, arguments: Any, names: list[str], outputs: list[str], axes: Any, weights: WeightStore
+        self, role: str, module: nn.Module, arguments: Any, names: list[str], outputs: list[str], axes: Any,
+        weights: WeightStore,
     ) -> None:  # fmt: skip
         self.say(f"writing {role}.onnx")
         self._write(role, trace(module, arguments, names, outputs, axes), weights)

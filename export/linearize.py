@@ -1,8 +1,8 @@
-"""Forward pass and vector-Jacobian product of the U-Net, written as ordinary forward operations.
+"""The U-Net's forward pass and vector-Jacobian product, written as ordinary forward operations.
 
-`linearize(network, x, timestep)` returns the output and a pullback g -> J^T g (J = d output / d x). Both are plain tensor
-arithmetic, so a trace of the two is a graph without autograd: it exports with a dynamic batch, shares the normalised
-activations between the two halves, and computes no weight gradient. Each rule is tested against autograd.
+`linearize(network, x, timestep)` returns the output and a pullback g -> J^T g (J = d output / d x). Both are plain
+tensor arithmetic, so recording the two gives a graph without autograd: its batch is dynamic, the normalised activations
+are shared by both halves, and no weight gradient is computed. Each rule is tested against autograd.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Linear = tuple[Tensor, Pullback]
 
 
 def prepare_input_gradients(network: nn.Module) -> nn.Module:
-    """Stores, beside each stride-1 convolution, the weight of its input gradient (in/out swapped, flipped) as a constant."""
+    """Stores beside each stride-1 convolution the weight of its input gradient: in and out swapped, flipped."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and module.stride == (1, 1):
             flipped = module.weight.detach().transpose(0, 1).flip(2, 3).contiguous()
@@ -49,7 +49,7 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor) -> Linear:
         skip_gradients: list[Tensor] = []
         for pullback, channels in reversed(decoder):
             joint = pullback(g)
-            g, skip = joint.split([channels, joint.shape[1] - channels], dim=1)
+            g, skip = torch.split(joint, [channels, joint.shape[1] - channels], dim=1)
             skip_gradients.append(skip)
         g = middle(g)
         for pullback in reversed(encoder):
@@ -121,8 +121,9 @@ def _normalize_pullback(x_hat: Tensor, rstd: Tensor, g: Tensor) -> Tensor:
     return rstd * (g - g.mean(dim=-1, keepdim=True) - x_hat * (g * x_hat).mean(dim=-1, keepdim=True))
 
 
-def _channels(vector: Tensor, x: Tensor) -> Tensor:
+def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
     """[C] -> broadcastable over [B, C, ...]."""
+    assert vector is not None
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 

@@ -67,7 +67,7 @@ def _cast(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> 
 
 
 @_operator("clamp")
-def _clamp(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, min: float) -> list[str]:  # noqa: A002 - torch's name
+def _clamp(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, min: float) -> list[str]:
     return g.emit("Max", [g.name(x), g.name(min, like=x)])
 
 
@@ -166,9 +166,12 @@ def _pad(g: "Tracer", out: Sequence[Tensor], x: Tensor, pad: Sequence[int], **_:
 def _upsample(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, scale_factor: float, mode: str, **_: Any) -> list[str]:
     assert mode == "nearest"
     scales = g.name(torch.tensor([1.0, 1.0, scale_factor, scale_factor]))
-    return g.emit(
-        "Resize", [g.name(x), "", scales], mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "mode": "nearest",
+        "coordinate_transformation_mode": "asymmetric",
+        "nearest_mode": "floor",
+    }
+    return g.emit("Resize", [g.name(x), "", scales], **how)
 
 
 @_operator("avg_pool2d")

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class ExportOptions:
     """Choices of an export; None leaves a value to the mode or the preset. UsageError for what contradicts itself.
 
-    Without a `preset` ("mvtec/bottle", ..) the mode is `paper`, with one it is `reference`. `crop` "input" cuts `crop_size`
-    out of the resized image before the network, "metrics" only for evaluation.
+    Without a `preset` ("mvtec/bottle", ..) the mode is `paper`, with one it is `reference`. `crop` "input" cuts
+    `crop_size` out of the resized image before the network, "metrics" only for evaluation.
     """
 
     preset: str | None = None

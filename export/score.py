@@ -81,7 +81,7 @@ class Score(nn.Module):
         return torch.stack(distances).sum(dim=0).reshape(batch, count, 1, height, width)
 
     def _pixel(self, residual: Tensor, feature: Tensor) -> Tensor:
-        """[B, N_s, 1, H, W]; "scaled" brings the largest pixel difference to the size of the largest feature distance."""
+        """[B, N_s, 1, H, W]; "scaled" makes the largest pixel difference as large as the largest feature distance."""
         if self.settings.pixel == "l1":
             return residual.sum(dim=2, keepdim=True)
         pixel = (residual * (0.5 / self.std)).mean(dim=2, keepdim=True)

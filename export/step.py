@@ -1,4 +1,4 @@
-"""One sampling step as a module that traces to a graph: everything of the step is inside (design of `docs/architecture.md`)."""
+"""One sampling step as a module that records to a graph: everything of the step is inside (docs/architecture.md)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -41,7 +41,7 @@ class Denoiser(nn.Module):
 
     def forward(self, x_t: Tensor, timestep: Tensor, alpha_t: Tensor) -> Tensor:
         p, q = eps_coefficients(self.prediction, alpha_t)
-        output = self.network(x_t, timestep)[:, :COLOURS]
+        output: Tensor = self.network(x_t, timestep)[:, :COLOURS]
         return output if self.prediction == "eps" else p * x_t + q * output
 
     def linearize(self, x_t: Tensor, timestep: Tensor, alpha_t: Tensor) -> Linear:
@@ -87,7 +87,8 @@ class PlainStep(nn.Module):
         return keep_normal(mask, x, torch.sqrt(alpha) * y + torch.sqrt(1 - alpha) * z)
 
     def _update(
-        self, x: Tensor, y: Tensor, mask: Tensor, noise: Tensor, eps: Tensor, alpha_t: Tensor, alpha_s: Tensor, sigma: Tensor
+        self, x: Tensor, y: Tensor, mask: Tensor, noise: Tensor, eps: Tensor, alpha_t: Tensor, alpha_s: Tensor,
+        sigma: Tensor,
     ) -> Tensor:  # fmt: skip
         """Algorithm 1, lines 7 to 11, of the paper; `eps` is eps_phi inside the mask."""
         if self.rules.mask_rule == "blend":

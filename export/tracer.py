@@ -39,8 +39,12 @@ class Tracer(TorchFunctionMode):
             self._parameters[tensor] = name
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(result) if _tensors(result) else []

@@ -1,13 +1,13 @@
-"""Masked Diffusion Posterior Sampling in plain torch, written for reading: the reference every backend is compared with.
+"""Masked Diffusion Posterior Sampling in plain torch, written for reading: what every backend is compared with.
 
 Imports nothing of `runtime/` and computes its own schedule, so that parity is never a thing against itself. Equations
-and the algorithm are those of "Unsupervised Anomaly Detection via Masked Diffusion Posterior Sampling" (Wu et al., 2024).
+and Algorithm 1: "Unsupervised Anomaly Detection via Masked Diffusion Posterior Sampling" (Wu et al., 2024).
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
         return alpha[oracle.noise_level], [(t, alpha[t], s) for t, s in reversed(list(zip(called, after, strict=True)))]
     alpha = [1.0, *alpha]  # alpha(0) = 1; the network was trained on 0..999, so time t is its t - 1
     edges = [oracle.noise_level * n // oracle.steps for n in range(oracle.steps, -1, -1)]
-    return alpha[edges[0]], [(t - 1, alpha[t], alpha[s]) for t, s in zip(edges, edges[1:], strict=False)]
+    return alpha[edges[0]], [(t - 1, alpha[t], alpha[s]) for t, s in pairwise(edges)]
 
 
 def guidance_gradient(
@@ -168,7 +168,7 @@ def mdps(
     next_mask = torch.ones_like(y[:, :1]) if mask is None else mask
     features_y, samples = features(y), []
     for oracle, noise in passes:
-        mask = next_mask
+        mask = next_mask  # of the pass before
         count = noise.first.shape[0] // y.shape[0]
         many_y, many_mask = y.repeat_interleave(count, dim=0), mask.repeat_interleave(count, dim=0)
         *_, x0 = posterior_sampling(eps, many_y, many_mask, noise.first, noise.steps, oracle)
@@ -177,4 +177,5 @@ def mdps(
         anomaly_map = differences.reshape(y.shape[0], count, 1, *y.shape[-2:]).mean(dim=1)  # eqn. 21
         next_mask = mask_of(anomaly_map, oracle)
         samples.append(x0)
+    assert mask is not None
     return anomaly_map, image_score(anomaly_map, passes[-1][0]), mask, samples

@@ -1,4 +1,6 @@
-"""The ADM U-Net (Dhariwal & Nichol, "Diffusion Models Beat GANs on Image Synthesis", 2021) in all variants the supported checkpoints need.
+"""The ADM U-Net in all variants the supported checkpoints need.
+
+Dhariwal & Nichol, "Diffusion Models Beat GANs on Image Synthesis", 2021.
 
 Module names, and so state-dict keys, are those of guided-diffusion; the time embedding is [cos, sin]. Checkpoint
 loaders convert other namings to these.
@@ -51,7 +53,7 @@ class UNetConfig:
             raise ValueError(f"unknown network field {sorted(unknown)[0]!r}")
         if "image_size" not in obj:
             raise ValueError("the network description has no image_size")
-        tuples = {k: tuple(obj[k]) for k in ("channel_mult", "attention_factors") if k in obj}
+        tuples: dict[str, Any] = {k: tuple(obj[k]) for k in ("channel_mult", "attention_factors") if k in obj}
         return cls(**(obj | tuples))
 
     def width(self, level: int) -> int:
@@ -80,7 +82,8 @@ class Upsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.interpolate(x, scale_factor=2.0, mode="nearest")
-        return x if self.conv is None else self.conv(x)
+        out: Tensor = x if self.conv is None else self.conv(x)
+        return out
 
 
 class Downsample(nn.Module):
@@ -94,7 +97,8 @@ class Downsample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.op is None:
             return F.avg_pool2d(x, 2)
-        return self.op(F.pad(x, (0, 1, 0, 1)) if self.asymmetric else x)
+        out: Tensor = self.op(F.pad(x, (0, 1, 0, 1)) if self.asymmetric else x)
+        return out
 
 
 class ResBlock(nn.Module):
@@ -131,7 +135,8 @@ class ResBlock(nn.Module):
             h = self.out_layers[1:](self.out_layers[0](h) * (1 + scale) + shift)
         else:
             h = self.out_layers(h + time)
-        return self.skip_connection(x) + h
+        out: Tensor = self.skip_connection(x) + h
+        return out
 
 
 class AttentionBlock(nn.Module):
@@ -152,7 +157,8 @@ class AttentionBlock(nn.Module):
         scale = (channels // self.heads) ** -0.5
         weights = torch.softmax((q.transpose(-1, -2) @ k) * scale, dim=-1)
         attended = (v @ weights.transpose(-1, -2)).reshape(flat.shape)
-        return (flat + self.proj_out(attended)).reshape(x.shape)
+        out: Tensor = (flat + self.proj_out(attended)).reshape(x.shape)
+        return out
 
 
 def split_heads(qkv: Tensor, heads: int, new_order: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,9 +204,10 @@ class UNet(nn.Module):
 
     def embed(self, timestep: Tensor) -> Tensor:
         """Time embedding: [] or [B] -> [1 or B, 4 model_channels]."""
-        weight = self.time_embed[0].weight
+        weight: Tensor = self.time_embed[0].get_parameter("weight")
         sinusoids = timestep_embedding(timestep, self.config.model_channels, self.config.frequency_shift)
-        return self.time_embed(sinusoids.to(weight.dtype))  # type: ignore[no-any-return]
+        embedding: Tensor = self.time_embed(sinusoids.to(weight.dtype))
+        return embedding
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         emb = self.embed(timestep)
@@ -211,7 +218,8 @@ class UNet(nn.Module):
         x = self.middle_block(x, emb)
         for block in self.output_blocks:
             x = block(torch.cat([x, skips.pop()], dim=1), emb)
-        return self.out(x)  # type: ignore[no-any-return]
+        output: Tensor = self.out(x)
+        return output
 
 
 def _norm(config: UNetConfig, channels: int) -> nn.GroupNorm:
