@@ -1,7 +1,9 @@
 """The command line: exit codes, streams, sentences; what the commands call is faked or real where it is quick."""
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 import mdps.runtime
+import mdps.serving.run  # before a fixture fakes what it imports
 from mdps import __version__
 from mdps.cli import cli, export
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
@@ -148,6 +151,69 @@ def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     expected = {"product": "blue", "threads": 2, "samples": 5, "calibrated": False}
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
     assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
+
+
+# With a real bundle
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """A folder of twenty noisy images."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "good").mkdir()
+    for index in range(20):
+        pixels = rng.integers(90, 160, (32, 32, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "good" / f"{index:02d}.png")
+    return tmp_path / "good"
+
+
+def test_calibrate_then_predict_fails_as_many_good_parts_as_it_said(
+    tiny_bundle: Path, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    refused = ["predict", str(bundle), str(good), "--out", str(tmp_path / "out"), "--json"]
+    assert run(cli, refused) == 2
+    assert "mdps calibrate" in capsys.readouterr().err
+    assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1", "--json"]) == 0
+    calibration = json.loads(capsys.readouterr().out)
+    assert calibration["images"] == 20
+    assert run(cli, refused) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["threshold"] for row in rows} == {calibration["threshold"]}
+    assert sum(row["verdict"] == "fail" for row in rows) == 1  # the 19th of 20 scores is the threshold
+    manifest_hash = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
+    assert manifest_hash in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_calibrating_on_too_few_images_warns_in_one_line(
+    tiny_bundle: Path, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    assert run(cli, ["calibrate", str(bundle), str(good)]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("Warning: 20 good images can promise")
+    assert err.count("\n") == 1
+
+
+def test_a_bad_image_among_the_good_ones_is_not_left_out_silently(
+    tiny_bundle: Path, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    before = (bundle / "manifest.json").read_bytes()
+    (good / "07.png").write_bytes(b"torn")
+    assert run(cli, ["calibrate", str(bundle), str(good)]) == 1
+    assert "07.png" in capsys.readouterr().err
+    assert (bundle / "manifest.json").read_bytes() == before
+
+
+def test_inspect_says_what_a_bundle_is(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, ["inspect", str(tiny_bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema_version"] >= 1
+    assert run(cli, ["inspect", str(tiny_bundle)]) == 0
+    assert "guidance_backend: onnx" in capsys.readouterr().out
 
 
 # Export

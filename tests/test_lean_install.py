@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from mdps.runtime import load
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_MEGABYTES = 350
@@ -82,6 +85,16 @@ def test_the_doctor_finds_it_working(lean: Lean) -> None:
     assert report["works"] is True
     assert report["problems"] == []
     assert "torch" not in report["versions"]
+
+
+def test_a_bundle_judges_images_there_as_it_does_here(lean: Lean, tiny_bundle: Path, tmp_path: Path) -> None:
+    Image.effect_noise((40, 40), 60).save(tmp_path / "part.png")
+    out = tmp_path / "out"
+    arguments = [str(tiny_bundle), str(tmp_path / "part.png"), "--out", str(out), "--json", "--scores-only"]
+    row = json.loads(lean.python("-m", "mdps.cli", "predict", *arguments))
+    with load(tiny_bundle, calibrated=False) as detector:
+        assert row["score"] == pytest.approx(detector(tmp_path / "part.png").score, abs=1e-5)
+    assert (out / "report.html").is_file()
 
 
 def test_a_command_that_needs_more_says_what_to_install(lean: Lean, tmp_path: Path) -> None:
