@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mdps.export.graph import WeightStore, count_nodes, trace, write
 from mdps.export.linearize import prepare_input_gradients
+from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import check_parity
 from mdps.export.score import Features, Score
@@ -30,7 +31,7 @@ from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import Settings
 
 Say = Callable[[str], None]
-BATCHED = ("x_t", "observation", "mask", "noise", "mask_noise")
+BATCHED = dict.fromkeys(("x_t", "observation", "mask", "noise", "mask_noise"), ("batch",))
 
 
 def export_bundle(
@@ -139,22 +140,21 @@ class _Writer:
     def scoring(self, backbone: Backbone | None) -> None:
         """Features of the observation, and the score graph around the same features of the samples."""
         weights = WeightStore(self.folder / "features.weights")
-        score = self.settings.score
-        image = self._image(2)
-        features, observed = None, ()
+        score, image = self.settings.score, self._image(2)
+        features, observed = None, {}
         if backbone is not None:
             features = Features(backbone, backbone.mean, backbone.std, score.feature_size, score.pool).eval()
-            observed = features(image)
-            names = [f"observation_features_{i + 1}" for i in range(len(observed))]
-            self._trace("features", features, [image], ["image"], names, {"image": ("batch",)}, weights)
-        names = [f"observation_features_{i + 1}" for i in range(len(observed))]
-        axes = dict.fromkeys(["observation", *names], ("batch",)) | {"posterior_samples": ("batch", "samples")}
-        samples = torch.stack([image, -image, 0.5 * image], dim=1)
+            observed = {f"observation_features_{i + 1}": f for i, f in enumerate(features(image))}
+            self._write(
+                "features", self._graph(features, {"image": image}, list(observed), {"image": ("batch",)}), weights
+            )
+        samples = torch.stack([image, -image, 0.5 * image], dim=1)  # two images, three samples: no size is another's
         scalars = {"mask_lambda": 0.1, "mask_low": 0.0, "mask_high": 1.0, "mask_frozen": 0.0}
-        inputs = ["posterior_samples", "observation", *scalars, *names]
-        arguments = [samples, image, *map(torch.tensor, scalars.values()), *([observed] if observed else [])]
-        outputs = ["anomaly_map", "anomaly_score", "mask"]
-        self._trace("score", Score(features, score).eval(), arguments, inputs, outputs, axes, weights)
+        inputs = {"posterior_samples": samples, "observation": image}
+        inputs |= {name: torch.tensor(value) for name, value in scalars.items()} | observed
+        axes = dict.fromkeys(["observation", *observed], ("batch",)) | {"posterior_samples": ("batch", "samples")}
+        module, outputs = Score(features, score).eval(), ["anomaly_map", "anomaly_score", "mask"]
+        self._write("score", self._graph(module, inputs, outputs, axes), weights)
 
     def manifest(self, name: str, backend: Any, backbone: Backbone | None, parity: dict[str, Any]) -> Manifest:
         report = self.denoiser.report
@@ -197,14 +197,15 @@ class _Writer:
         outputs = ["x_s", "eps", "guidance_gradient"] if role == "guided_step" else ["x_s", "eps"]
         self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights)
 
-    def _trace(
-        self, role: str, module: nn.Module, arguments: Any, names: list[str], outputs: list[str], axes: Any,
-        weights: WeightStore,
-    ) -> None:  # fmt: skip
-        self.say(f"writing {role}.onnx")
-        self._write(role, trace(module, arguments, names, outputs, axes), weights)
+    def _graph(self, module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: Any) -> onnx.ModelProto:
+        try:
+            return record(module, inputs, outputs, axes)
+        except UnsupportedOperatorError as reason:
+            self.say(f"{reason}: using torch's exporter")
+            return trace(module, inputs, outputs, axes)
 
     def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore) -> None:
+        self.say(f"writing {role}.onnx")
         write(model, self.folder / f"{role}.onnx", weights)
         self.graphs[role] = GraphEntry(f"{role}.onnx")
         self.nodes[role] = count_nodes(model)

@@ -2,13 +2,14 @@
 
 import contextlib
 import hashlib
+import inspect
 import io
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import onnx
 import onnxslim
@@ -45,42 +46,34 @@ def _write_at(file: IO[bytes], offset: int, data: bytes) -> None:
     file.write(data)
 
 
-Argument = Tensor | tuple[Tensor, ...]
-
-
 def trace(
-    module: nn.Module, arguments: Sequence[Argument], names: Sequence[str], outputs: Sequence[str],
-    batch_axes: Mapping[str, Sequence[str]],
-) -> ModelProto:  # fmt: skip
-    """Exports `module(*arguments)` by torch's own exporter: for networks of any kind, such as feature backbones.
+    module: nn.Module, inputs: Mapping[str, Tensor], outputs: Sequence[str], axes: Mapping[str, Sequence[str]]
+) -> ModelProto:
+    """What `tracer.record` does, by torch's own exporter: slower, for networks with operators that one does not know.
 
-    `names` are the graph's inputs, tuples laid out flat; `batch_axes` names their dynamic leading axes, for example
-    {"x_t": ("batch",)}. Example arguments need at least two along each, or the trace would take one for a constant.
+    Example inputs need at least two along each dynamic axis, or the trace would take one for a constant.
     """
-    dims = {name: torch.export.Dim(name, min=1) for axes in batch_axes.values() for name in axes}
-    remaining = iter(names)
-
-    def axes_of(argument: Argument) -> Any:
-        if isinstance(argument, tuple):
-            return tuple(axes_of(part) for part in argument)
-        return {axis: dims[name] for axis, name in enumerate(batch_axes.get(next(remaining), ()))}
-
-    dynamic = tuple(axes_of(argument) for argument in arguments)
+    dims = {name: torch.export.Dim(name, min=1) for names in axes.values() for name in names}
+    dynamic = [{axis: dims[a] for axis, a in enumerate(axes.get(name, ()))} for name in inputs]
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    if parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        count = len(parameters) - 1
+        dynamic = [*dynamic[:count], tuple(dynamic[count:])]  # type: ignore[list-item]
     with torch.no_grad(), _quiet():
-        program = torch.export.export(module, tuple(arguments), dynamic_shapes=dynamic)
+        program = torch.export.export(module, tuple(inputs.values()), dynamic_shapes=tuple(dynamic))
         onnx_program = torch.onnx.export(
-            program, dynamo=True, input_names=list(names), output_names=list(outputs), optimize=True, verbose=False
+            program, dynamo=True, input_names=list(inputs), output_names=list(outputs), optimize=True, verbose=False
         )
         assert onnx_program is not None
-        return _tidy(onnxslim.slim(onnx_program.model_proto), batch_axes)
+        return _tidy(onnxslim.slim(onnx_program.model_proto), axes)
 
 
-def _tidy(model: ModelProto, batch_axes: Mapping[str, Sequence[str]]) -> ModelProto:
+def _tidy(model: ModelProto, axes: Mapping[str, Sequence[str]]) -> ModelProto:
     """Drops what the exporter notes for itself (source paths among it) and gives dynamic axes readable names."""
     symbols = {}
     for value in model.graph.input:
-        for axis, name in enumerate(batch_axes.get(value.name, ())):
-            symbols[value.type.tensor_type.shape.dim[axis].dim_param] = name
+        for index, name in enumerate(axes.get(value.name, ())):
+            symbols[value.type.tensor_type.shape.dim[index].dim_param] = name
     del model.graph.value_info[:]
     for value in [*model.graph.input, *model.graph.output]:
         for dim in value.type.tensor_type.shape.dim:

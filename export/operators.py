@@ -12,6 +12,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mdps.export.tracer import Tracer
 
+
+class UnsupportedOperatorError(TypeError):
+    """A torch operator that has no entry here."""
+
+
 Operator = Callable[..., list[str]]
 OPERATORS: dict[str, Operator] = {}
 
@@ -26,21 +31,22 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 
 def _binary(onnx_name: str, swap: bool = False) -> Operator:
     def operator(g: "Tracer", out: Sequence[Tensor], a: Any, b: Any) -> list[str]:
-        names = [g.name(a, like=out[0]), g.name(b, like=out[0])]
+        like = a if isinstance(a, Tensor) else b
+        names = [g.name(a, like=like), g.name(b, like=like)]
         return g.emit(onnx_name, names[::-1] if swap else names)
 
     return operator
 
 
 def _unary(onnx_name: str) -> Operator:
-    return lambda g, out, x: g.emit(onnx_name, [g.name(x)])
+    return lambda g, out, x, inplace=False: g.emit(onnx_name, [g.name(x)])
 
 
-for _torch_name, _onnx_name in {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div", "matmul": "MatMul"}.items():
-    OPERATORS[_torch_name] = _binary(_onnx_name)
-OPERATORS["__rsub__"] = _binary("Sub", swap=True)
-for _torch_name, _onnx_name in {"sigmoid": "Sigmoid", "sqrt": "Sqrt", "cos": "Cos", "sin": "Sin", "exp": "Exp"}.items():
-    OPERATORS[_torch_name] = _unary(_onnx_name)
+_BINARY = {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div", "gt": "Greater", "matmul": "MatMul"}
+_UNARY = {"sigmoid": "Sigmoid", "sqrt": "Sqrt", "cos": "Cos", "sin": "Sin", "exp": "Exp", "abs": "Abs", "relu": "Relu"}
+OPERATORS |= {name: _binary(onnx_name) for name, onnx_name in _BINARY.items()}
+OPERATORS |= {name: _unary(onnx_name) for name, onnx_name in _UNARY.items()}
+OPERATORS |= {"__rsub__": _binary("Sub", swap=True), "relu_": _unary("Relu")}
 
 
 @_operator("rsqrt")
@@ -73,10 +79,18 @@ def _clamp(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, min: float) -> list
 
 @_operator("reshape", "unsqueeze", "flatten")
 def _reshape(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any) -> list[str]:
-    shape = list(out[0].shape)
-    if x.dim() and shape and x.shape[0] == shape[0]:
-        shape[0] = 0  # copied from the input: the batch stays dynamic
-    return g.emit("Reshape", [g.name(x), g.integers(shape)])
+    return g.emit("Reshape", [g.name(x), _shape(g, list(x.shape), list(out[0].shape))])
+
+
+def _shape(g: "Tracer", old: list[int], new: list[int]) -> str:
+    """The shape of a reshape whose leading axes are dynamic: copied, joined, or taken apart again."""
+    if old and new and old[0] == new[0]:
+        return g.integers([0, *new[1:]])
+    if len(old) > 1 and new[0] == old[0] * old[1]:  # samples of all images in one row
+        return g.integers([-1, *new[1:]])
+    if len(new) > 1 and old and old[0] == new[0] * new[1]:
+        return g.emit("Concat", [g.batch(), g.integers([-1, *new[2:]])], axis=0)[0]
+    return g.integers(new)
 
 
 @_operator("__getitem__")
@@ -116,7 +130,42 @@ def _reduce(onnx_name: str) -> Operator:
     return operator
 
 
-OPERATORS["mean"], OPERATORS["sum"] = _reduce("ReduceMean"), _reduce("ReduceSum")
+_REDUCTIONS = {"mean": "ReduceMean", "sum": "ReduceSum", "amin": "ReduceMin", "amax": "ReduceMax"}
+OPERATORS |= {name: _reduce(onnx_name) for name, onnx_name in _REDUCTIONS.items()}
+
+
+@_operator("where")
+def _where(g: "Tracer", out: Sequence[Tensor], condition: Tensor, a: Any, b: Any) -> list[str]:
+    return g.emit("Where", [g.name(condition), g.name(a, like=out[0]), g.name(b, like=out[0])])
+
+
+@_operator("topk")
+def _topk(g: "Tracer", out: Sequence[Tensor], x: Tensor, k: int) -> list[str]:
+    return g.emit("TopK", [g.name(x), g.integers([k])], outputs=2, axis=-1)
+
+
+@_operator("hardtanh", "hardtanh_", "relu6")
+def _hardtanh(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, min_val: float = 0.0, max_val: float = 6.0, inplace: bool = False
+) -> list[str]:
+    return g.emit("Clip", [g.name(x), g.name(min_val, like=x), g.name(max_val, like=x)])
+
+
+@_operator("batch_norm")
+def _batch_norm(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor,
+    training: bool, momentum: float, eps: float,
+) -> list[str]:  # fmt: skip
+    inputs = [g.name(tensor) for tensor in (x, weight, bias, mean, variance)]
+    return g.emit("BatchNormalization", inputs, epsilon=eps)
+
+
+@_operator("max_pool2d", "boolean_dispatch")
+def _max_pool(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: Any, stride: Any, padding: Any = 0, *_: Any, **__: Any
+) -> list[str]:
+    how: dict[str, Any] = {"kernel_shape": _each(kernel, 2), "strides": _each(stride, 2), "pads": _each(padding, 2) * 2}
+    return g.emit("MaxPool", [g.name(x)], **how)
 
 
 @_operator("softmax")
@@ -137,8 +186,9 @@ def _conv(
     axes = x.dim() - 2
     inputs = [g.name(x), g.name(weight), *([] if bias is None else [g.name(bias)])]
     return g.emit(
-        "Conv", inputs, kernel_shape=list(weight.shape[2:]), strides=_each(stride, axes), pads=_each(padding, axes) * 2
-    )
+        "Conv", inputs, kernel_shape=list(weight.shape[2:]), strides=_each(stride, axes), pads=_each(padding, axes) * 2,
+        dilations=_each(dilation, axes), group=groups,
+    )  # fmt: skip
 
 
 @_operator("conv_transpose2d")
@@ -156,27 +206,41 @@ def _each(value: Any, axes: int) -> list[int]:
 
 
 @_operator("pad")
-def _pad(g: "Tracer", out: Sequence[Tensor], x: Tensor, pad: Sequence[int], **_: Any) -> list[str]:
+def _pad(
+    g: "Tracer",
+    out: Sequence[Tensor],
+    x: Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> list[str]:
     """torch lists (before, after) from the last axis backwards; ONNX all befores, then all afters."""
     pairs = [(0, 0)] * (x.dim() - len(pad) // 2) + list(zip(pad[-2::-2], pad[::-2], strict=True))
-    return g.emit("Pad", [g.name(x), g.integers([b for b, _ in pairs] + [a for _, a in pairs])])
+    fill = [] if not value else [g.name(value, like=x)]
+    return g.emit("Pad", [g.name(x), g.integers([b for b, _ in pairs] + [a for _, a in pairs]), *fill], mode=mode)
 
 
 @_operator("interpolate")
-def _upsample(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, scale_factor: float, mode: str, **_: Any) -> list[str]:
-    assert mode == "nearest"
-    scales = g.name(torch.tensor([1.0, 1.0, scale_factor, scale_factor]))
-    how: dict[str, Any] = {
-        "mode": "nearest",
-        "coordinate_transformation_mode": "asymmetric",
-        "nearest_mode": "floor",
-    }
-    return g.emit("Resize", [g.name(x), "", scales], **how)
+def _resize(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, *, mode: str, align_corners: bool | None, antialias: bool, **_: Any
+) -> list[str]:
+    if antialias or mode not in ("nearest", "bilinear"):
+        raise UnsupportedOperatorError(
+            f"the exporter has no ONNX form of interpolation by {mode!r}, antialias {antialias}"
+        )
+    scale = [new / old for new, old in zip(out[0].shape[2:], x.shape[2:], strict=True)]
+    how: dict[str, Any] = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    if mode == "bilinear":
+        how = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if align_corners else "half_pixel"}
+    return g.emit("Resize", [g.name(x), "", g.name(torch.tensor([1.0, 1.0, *scale]))], **how)
 
 
 @_operator("avg_pool2d")
-def _avg_pool(g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: int) -> list[str]:
-    return g.emit("AveragePool", [g.name(x)], kernel_shape=[kernel] * 2, strides=[kernel] * 2)
+def _avg_pool(
+    g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: int, stride: int | None = None, padding: int = 0
+) -> list[str]:
+    how: dict[str, Any] = {"kernel_shape": [kernel] * 2, "strides": [stride or kernel] * 2, "pads": [padding] * 4}
+    return g.emit("AveragePool", [g.name(x)], count_include_pad=1, **how)
 
 
 @_operator("native_layer_norm")

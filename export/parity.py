@@ -19,6 +19,8 @@ from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL
 from mdps.runtime.pipeline import Pipeline
 from mdps.runtime.sampler import posterior_sampling
+from mdps.runtime.schedule import Step
+from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
 
 Array = NDArray[np.float32]
@@ -161,13 +163,18 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
             e, gradient = oracles.guidance_gradient(eps, x, ty, int(state.step.timestep), state.step.alpha_t, oracle)
             report.compare("eps", np.asarray(state.eps), e)
             report.compare("guidance_gradient", state.guidance_gradient, gradient, floor=1e-12)
-    if state.guidance_gradient is not None:
-        _check_gradient_moves(state.guidance_gradient)
+    if one.guidance_scale and state.step is not None:
+        _check_gradient_moves(pipeline.steps.at(one.guidance_scale), y, state.step)
 
 
-def _check_gradient_moves(gradient: Array) -> None:
-    """A gradient that an exporter froze into a constant is the same for two different pictures."""
-    if np.abs(gradient[0] - gradient[-1]).max() <= 1e-3 * np.abs(gradient).max():
+def _check_gradient_moves(session: Session, y: Array, step: Step) -> None:
+    """A gradient frozen into a constant is the same for two x_t: here each picture against the other."""
+    scalars = {"timestep": step.timestep, "alpha_t": step.alpha_t, "alpha_s": step.alpha_s, "sigma_t": step.sigma_t}
+    values = {"x_t": y, "observation": y[::-1], "mask": np.ones_like(y[:, :1]), "noise": y, "mask_noise": y}
+    values |= {name: np.asarray(v, dtype=np.float32) for name, v in (scalars | {"guidance_scale": 1.0}).items()}
+    feeds = {name: np.ascontiguousarray(values[name]) if values[name].ndim else values[name] for name in session.inputs}
+    gradient = session.run(feeds, ["guidance_gradient"])["guidance_gradient"]
+    if np.abs(gradient[0] - gradient[1]).max() <= 1e-3 * np.abs(gradient).max():
         raise ParityError(
             "the exported guidance gradient is the same for two different images: it was frozen at export"
         )

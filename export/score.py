@@ -53,7 +53,7 @@ class Score(nn.Module):
 
     def forward(
         self, posterior_samples: Tensor, observation: Tensor, mask_lambda: Tensor, mask_low: Tensor, mask_high: Tensor,
-        mask_frozen: Tensor, observation_features: tuple[Tensor, ...] = (),
+        mask_frozen: Tensor, *observation_features: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """posterior_samples [B, N_s, 3, H, W]; the mask scalars [] -> anomaly_map, anomaly_score, mask."""
         anomaly_map = self._smooth(self._difference(posterior_samples, observation, observation_features))
@@ -78,7 +78,10 @@ class Score(nn.Module):
             distances.append(
                 F.interpolate(distance, [height, width], mode="bilinear", align_corners=self.settings.align_corners)
             )
-        return torch.stack(distances).sum(dim=0).reshape(batch, count, 1, height, width)
+        total = distances[0]
+        for distance in distances[1:]:
+            total = total + distance
+        return total.reshape(batch, count, 1, height, width)
 
     def _pixel(self, residual: Tensor, feature: Tensor) -> Tensor:
         """[B, N_s, 1, H, W]; "scaled" makes the largest pixel difference as large as the largest feature distance."""

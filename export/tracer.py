@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mdps.export.operators import OPERATORS
+from mdps.export.operators import OPERATORS, UnsupportedOperatorError
 
 OPSET = 20
 IR_VERSION = 9
@@ -27,8 +27,9 @@ _TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, 
 class Tracer(TorchFunctionMode):
     """A function mode that writes down what it sees; `name` and `emit` are what the operator entries use."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, batch_input: str) -> None:
         super().__init__()
+        self.batch_input = batch_input
         self.nodes: list[NodeProto] = []
         self.constants: dict[str, TensorProto] = {}
         self._names: Any = WeakTensorKeyDictionary()
@@ -51,7 +52,7 @@ class Tracer(TorchFunctionMode):
         if outputs and any(tensor in self._names for tensor in _tensors([*args, *kwargs.values()])):
             operator = getattr(func, "__name__", str(func))
             if operator not in OPERATORS:
-                raise TypeError(f"the exporter has no ONNX form of the torch operator {operator!r}")
+                raise UnsupportedOperatorError(f"the exporter has no ONNX form of the torch operator {operator!r}")
             for tensor, name in zip(outputs, OPERATORS[operator](self, outputs, *args, **kwargs), strict=False):
                 self._names[tensor] = name
         return result
@@ -70,6 +71,10 @@ class Tracer(TorchFunctionMode):
             return self._constant(value, str(self._parameters[value]))
         dtype = like.dtype if like is not None and not isinstance(value, Tensor) else None
         return self._constant(torch.as_tensor(value, dtype=dtype), None)
+
+    def batch(self) -> str:
+        """The number of images as an int64 vector of one, for shapes that must be taken apart."""
+        return self.emit("Shape", [self.batch_input], start=0, end=1)[0]
 
     def integers(self, values: Sequence[int]) -> str:
         """An int64 constant vector (shapes, axes)."""
@@ -110,36 +115,50 @@ def _tensor_proto(data: Tensor, raw: bytes, name: str) -> TensorProto:
 
 
 def record(
-    module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], batched: Sequence[str]
+    module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> ModelProto:
-    """Runs `module(**inputs)` once and returns it as an ONNX model (None: an argument the graph does not have).
+    """Runs `module` once on the inputs in their order and returns it as an ONNX model.
 
-    `batched` names the inputs whose first axis is the batch; outputs of four axes have it too.
+    None is an argument the graph does not have. `axes` names the dynamic leading axes of inputs, for example
+    {"x_t": ("batch",)}; the first axis of every output is the batch. UnsupportedOperatorError where there is no ONNX form.
     """
-    tracer = Tracer(module)
+    tracer = Tracer(module, batch_input=next(name for name, names in axes.items() if names[:1] == ("batch",)))
     present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in present.items():
         tracer.input(tensor, name)
     with torch.no_grad(), tracer:
-        results = module(**inputs)
+        results = module(*inputs.values())
     nodes = list(tracer.nodes)
     for result, name in zip(results, outputs, strict=True):
         nodes.append(helper.make_node("Identity", [tracer.name(result)], [name], name=name))
     graph = helper.make_graph(
         nodes,
         type(module).__name__,
-        [_value(name, tensor, name in batched) for name, tensor in present.items()],
-        [_value(name, tensor, batched=True) for name, tensor in zip(outputs, results, strict=True)],
+        [_value(name, tensor, axes.get(name, ())) for name, tensor in present.items()],
+        [_value(name, tensor, ("batch",)) for name, tensor in zip(outputs, results, strict=True)],
         initializer=list(tracer.constants.values()),
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     model.producer_name = "mdps"
-    return onnx.shape_inference.infer_shapes(_without_identities(model))
+    return _without_dead_ends(_without_identities(model))
 
 
-def _value(name: str, tensor: Tensor, batched: bool) -> onnx.ValueInfoProto:
-    shape: list[Any] = ["batch", *tensor.shape[1:]] if batched else list(tensor.shape)
+def _value(name: str, tensor: Tensor, axes: Sequence[str]) -> onnx.ValueInfoProto:
+    shape: list[Any] = [*axes, *tensor.shape[len(axes) :]]
     return helper.make_tensor_value_info(name, _TYPES[tensor.dtype], shape)
+
+
+def _without_dead_ends(model: ModelProto) -> ModelProto:
+    """Drops nodes and constants that no output needs, such as the stages of a backbone past the last one used."""
+    graph, needed = model.graph, {output.name for output in model.graph.output}
+    for node in reversed(list(graph.node)):
+        if needed.isdisjoint(node.output):
+            graph.node.remove(node)
+        else:
+            needed.update(node.input)
+    for constant in [c for c in graph.initializer if c.name not in needed]:
+        graph.initializer.remove(constant)
+    return model
 
 
 def _without_identities(model: ModelProto) -> ModelProto:

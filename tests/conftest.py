@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,3 +53,44 @@ def small() -> Mapping[str, NDArray[np.float32]]:
     """Golden arrays of both modes at 32 x 32 (tests/data/small.npz)."""
     with np.load(ROOT / "tests" / "data" / "small.npz") as arrays:
         return dict(arrays)
+
+
+@pytest.fixture(scope="session")
+def small_denoiser(small_weights: dict[str, NDArray[np.float32]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The loaded 32 x 32 network of tests/data/small.npz, read through the authors' format."""
+    return load_small(write_small_checkpoint(small_weights, tmp_path_factory.mktemp("small") / "checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(small_weights: dict[str, NDArray[np.float32]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a file in the authors' format."""
+    return write_small_checkpoint(small_weights, tmp_path_factory.mktemp("small-checkpoint") / "checkpoint")
+
+
+@pytest.fixture
+def small_network(small_denoiser: Any) -> Any:
+    """The network alone."""
+    return small_denoiser.network
+
+
+def write_small_checkpoint(weights: Mapping[str, NDArray[np.float32]], path: Path) -> Path:
+    import torch
+
+    torch.save({f"module.{key}": torch.from_numpy(np.asarray(value)) for key, value in weights.items()}, path)
+    return path
+
+
+def load_small(path: Path) -> Any:
+    from mdps.models.checkpoints import LoadOptions, load_denoiser
+
+    return load_denoiser(path, LoadOptions(image_size=32))
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the 32 x 32 network with the seeded tiny backbone, uncalibrated, three steps a pass."""
+    from mdps.export import ExportOptions, export_bundle
+    from mdps.models.checkpoints import LoadOptions
+
+    options = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
+    return export_bundle(small_checkpoint, tmp_path_factory.mktemp("bundles") / "tiny", options)
