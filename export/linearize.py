@@ -116,9 +116,10 @@ def _normalize(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     return x_hat, rstd
 
 
-def _normalize_pullback(x_hat: Tensor, rstd: Tensor, g: Tensor) -> Tensor:
-    """Gradient of x_hat = (x - mean) / std with respect to x; all [B, G, n]."""
-    return rstd * (g - g.mean(dim=-1, keepdim=True) - x_hat * (g * x_hat).mean(dim=-1, keepdim=True))
+def _normalize_pullback(x_hat: Tensor, g: Tensor) -> Tensor:
+    """Gradient of x_hat = (x - mean) / std by x, for g that is divided by std already; x_hat and g [B, G, n]."""
+    inner = (g * x_hat).mean(dim=-1, keepdim=True)
+    return g - x_hat * inner - g.mean(dim=-1, keepdim=True)
 
 
 def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
@@ -136,7 +137,10 @@ def _norm(norm: nn.Module, x: Tensor, scale: Tensor | None = None, shift: Tensor
         gamma, beta = gamma * scale, beta * scale + shift
 
     def pull(g: Tensor) -> Tensor:
-        return _normalize_pullback(x_hat, rstd, (g * gamma).reshape(x_hat.shape)).reshape(g.shape)
+        # gamma / std by channel first, which is small, so that one pass over g does both
+        by_group = gamma.reshape(1, norm.num_groups, -1) * rstd
+        weight = by_group.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
+        return _normalize_pullback(x_hat, (g * weight).reshape(x_hat.shape)).reshape(g.shape)
 
     return x_hat.reshape(x.shape) * gamma + beta, pull
 

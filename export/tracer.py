@@ -120,7 +120,7 @@ def record(
     """Runs `module` once on the inputs in their order and returns it as an ONNX model.
 
     None is an argument the graph does not have. `axes` names the dynamic leading axes of inputs, for example
-    {"x_t": ("batch",)}; the first axis of every output is the batch. UnsupportedOperatorError where there is no ONNX form.
+    {"x_t": ("batch",)}; the first axis of every output is the batch. UnsupportedOperatorError else.
     """
     tracer = Tracer(module, batch_input=next(name for name, names in axes.items() if names[:1] == ("batch",)))
     present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
