@@ -29,6 +29,7 @@ TOLERANCES = {
     "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3,
 }  # fmt: skip
 """Largest difference over the largest value (at least 1, but for the gradient and the maps); shares for the mask."""
+DIVERGED = 100.0
 
 
 class ParityError(BackendError):
@@ -180,11 +181,19 @@ def _check_gradient_moves(session: Session, y: Array, step: Step) -> None:
         )
 
 
+def _check_bounded(samples: Array, norm: str) -> None:
+    """Guidance that overshoots leaves the range of images by orders of magnitude; such a bundle judges noise."""
+    if not (largest := float(np.abs(samples).max())) < DIVERGED:
+        remedy = "use --guidance-norm l2" if norm == "squared" else "lower --guidance-scale"
+        raise ParityError(f"the guidance diverges: posterior samples of images in [-1, 1] reach {largest:.2g}; {remedy}")
+
+
 def _check_whole(report: Report, pipeline: Pipeline, eps: oracles.Eps, backbone: Backbone | None, y: Array) -> None:
     """Both passes and the scores; the oracle's last pass runs under the runtime's mask, compared on its own."""
     sampler, ty = pipeline.settings.sampler, torch.from_numpy(y)
     features = _features(backbone, pipeline.settings)
     found = pipeline.inspect(y, mask_range=(0.0, 1.0))
+    _check_bounded(found.posterior_samples, sampler.guidance_norm)
     frozen = (torch.tensor(0.0), torch.tensor(1.0)) if pipeline.settings.mask.range != "per-image" else (None, None)
     mask = torch.ones_like(ty[:, :1])
     for index, _ in enumerate(sampler.passes):
