@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from mdps.export.graph import WeightStore, count_nodes, trace, write
 from mdps.export.linearize import prepare_input_gradients
+from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import check_parity
@@ -28,9 +30,11 @@ from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import plan_steps
+from mdps.runtime.session import Session, open_session
 from mdps.runtime.settings import Settings
 
 Say = Callable[[str], None]
+NORM_FORMS: dict[str, NormForm] = {"": Grouped(), "openvino": ByChannel()}
 BATCHED = dict.fromkeys(("x_t", "observation", "mask", "noise", "mask_noise"), ("batch",))
 
 
@@ -103,7 +107,15 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
 def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None) -> dict[str, Any]:
     with ExitStack() as opened:
         pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
-        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size)
+        pairs = [(graph.file, other) for graph in manifest.graphs.values() for other in graph.variants.values()]
+        variants = [(_opened(folder / one, opened), _opened(folder / other, opened)) for one, other in pairs]
+        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants)
+
+
+def _opened(path: Path, stack: ExitStack) -> Session:
+    session = open_session(path)
+    stack.callback(session.close)
+    return session
 
 
 class _Writer:
@@ -131,11 +143,16 @@ class _Writer:
         weights = WeightStore(self.folder / "denoiser.weights")
         if backend == "traced" and any(scales):
             self._traced(network)
+        roles: dict[str, type[PlainStep]] = {}
         if backend == "onnx" or not all(scales):
-            self._record("plain_step", PlainStep(StepDenoiser(network, self.denoiser.prediction), rules), weights)
+            roles["plain_step"] = PlainStep
         if backend == "onnx" and any(scales):
+            roles["guided_step"] = GuidedStep
             prepare_input_gradients(network)
-            self._record("guided_step", GuidedStep(StepDenoiser(network, self.denoiser.prediction), rules), weights)
+        for role, step in roles.items():
+            for variant, norms in NORM_FORMS.items():
+                denoiser = StepDenoiser(network, self.denoiser.prediction, norms)
+                self._record(role, variant, step(denoiser, rules), weights)
 
     def scoring(self, backbone: Backbone | None) -> None:
         """Features of the observation, and the score graph around the same features of the samples."""
@@ -182,7 +199,7 @@ class _Writer:
             torch.rand(batch, 3, *self.preprocessing.network_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
         )
 
-    def _record(self, role: str, module: nn.Module, weights: WeightStore) -> None:
+    def _record(self, role: str, variant: str, module: nn.Module, weights: WeightStore) -> None:
         self.say(f"writing {role}.onnx")
         image = self._image(1)
         replace_rule = self.settings.sampler.mask_rule == "replace"
@@ -195,7 +212,7 @@ class _Writer:
             scalars["guidance_scale"] = 1.0
         inputs |= {name: torch.tensor(value) for name, value in scalars.items()}
         outputs = ["x_s", "eps", "guidance_gradient"] if role == "guided_step" else ["x_s", "eps"]
-        self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights)
+        self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights, variant)
 
     def _graph(self, module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: Any) -> onnx.ModelProto:
         try:
@@ -204,11 +221,14 @@ class _Writer:
             self.say(f"{reason}: using torch's exporter")
             return trace(module, inputs, outputs, axes)
 
-    def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore) -> None:
-        self.say(f"writing {role}.onnx")
-        write(model, self.folder / f"{role}.onnx", weights)
-        self.graphs[role] = GraphEntry(f"{role}.onnx")
-        self.nodes[role] = count_nodes(model)
+    def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore, variant: str = "") -> None:
+        """`variant` names the backend that a graph in another form is for; without it the graph is for all others."""
+        name = f"{role}.{variant}" if variant else role
+        self.say(f"writing {name}.onnx")
+        write(model, self.folder / f"{name}.onnx", weights)
+        self.nodes[name] = count_nodes(model)
+        entry = self.graphs.get(role, GraphEntry(f"{role}.onnx"))
+        self.graphs[role] = replace(entry, variants=entry.variants | {variant: f"{name}.onnx"}) if variant else entry
 
     def _traced(self, network: nn.Module) -> None:
         self.say("writing denoiser.pt2")

@@ -5,16 +5,14 @@ tensor arithmetic, so recording the two gives a graph without autograd: its batc
 are shared by both halves, and no weight gradient is computed. Each rule is tested against autograd.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mdps.export.norms import Grouped, Linear, NormForm, Pullback
 from mdps.models.unet import AttentionBlock, Downsample, ResBlock, TimestepSequential, UNet, Upsample, split_heads
 
-Pullback = Callable[[Tensor], Tensor]
-Linear = tuple[Tensor, Pullback]
+GROUPED = Grouped()
 
 
 def prepare_input_gradients(network: nn.Module) -> nn.Module:
@@ -26,22 +24,25 @@ def prepare_input_gradients(network: nn.Module) -> nn.Module:
     return network
 
 
-def linearize(network: UNet, x: Tensor, timestep: Tensor) -> Linear:
-    """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`."""
+def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROUPED) -> Linear:
+    """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`.
+
+    A pullback that is not called costs nothing, in torch and in a recorded graph.
+    """
     emb = network.embed(timestep)
     encoder: list[Pullback] = []
     skips: list[Tensor] = []
     for block in network.input_blocks:
-        x, pullback = _sequential(block, x, emb)
+        x, pullback = _sequential(norms, block, x, emb)
         encoder.append(pullback)
         skips.append(x)
-    x, middle = _sequential(network.middle_block, x, emb)
+    x, middle = _sequential(norms, network.middle_block, x, emb)
     decoder: list[tuple[Pullback, int]] = []
     for block in network.output_blocks:
         channels = x.shape[1]
-        x, pullback = _sequential(block, torch.cat([x, skips.pop()], dim=1), emb)
+        x, pullback = _sequential(norms, block, torch.cat([x, skips.pop()], dim=1), emb)
         decoder.append((pullback, channels))
-    x, norm = _norm_silu(network.out[0], x)
+    x, norm = _norm_silu(norms, network.out[0], x)
     x, conv = _conv(network.out[2], x)
 
     def pull(g: Tensor) -> Tensor:
@@ -59,11 +60,11 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor) -> Linear:
     return x, pull
 
 
-def _sequential(block: nn.Module, x: Tensor, emb: Tensor) -> Linear:
+def _sequential(form: NormForm, block: nn.Module, x: Tensor, emb: Tensor) -> Linear:
     assert isinstance(block, TimestepSequential)
     pullbacks: list[Pullback] = []
     for layer in block:
-        x, pullback = _layer(layer, x, emb)
+        x, pullback = _layer(form, layer, x, emb)
         pullbacks.append(pullback)
 
     def pull(g: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ def _sequential(block: nn.Module, x: Tensor, emb: Tensor) -> Linear:
     return x, pull
 
 
-def _layer(layer: nn.Module, x: Tensor, emb: Tensor) -> Linear:
+def _layer(form: NormForm, layer: nn.Module, x: Tensor, emb: Tensor) -> Linear:
     if isinstance(layer, ResBlock):
-        return _res_block(layer, x, emb)
+        return _res_block(form, layer, x, emb)
     if isinstance(layer, AttentionBlock):
-        return _attention(layer, x)
+        return _attention(form, layer, x)
     if isinstance(layer, Downsample):
         return _downsample(layer, x)
     if isinstance(layer, Upsample):
@@ -88,17 +89,17 @@ def _layer(layer: nn.Module, x: Tensor, emb: Tensor) -> Linear:
     raise TypeError(f"no gradient rule for {type(layer).__name__}")
 
 
-def _res_block(block: ResBlock, x: Tensor, emb: Tensor) -> Linear:
-    h, in_norm = _norm_silu(block.in_layers[0], x)
+def _res_block(form: NormForm, block: ResBlock, x: Tensor, emb: Tensor) -> Linear:
+    h, in_norm = _norm_silu(form, block.in_layers[0], x)
     skip, skip_resample = _resample(block.resample, x)
     h, h_resample = _resample(block.resample, h)
     h, in_conv = _conv(block.in_layers[2], h)
     time = block.emb_layers(emb)[:, :, None, None]
     if block.scale_shift_norm:
         scale, shift = time.chunk(2, dim=1)
-        h, out_norm = _norm_silu(block.out_layers[0], h, 1 + scale, shift)
+        h, out_norm = _norm_silu(form, block.out_layers[0], h, (1 + scale, shift))
     else:
-        h, out_norm = _norm_silu(block.out_layers[0], h + time)
+        h, out_norm = _norm_silu(form, block.out_layers[0], h + time)
     h, out_conv = _conv(block.out_layers[3], h)
     skip, skip_conv = _conv(block.skip_connection, skip)
 
@@ -109,44 +110,23 @@ def _res_block(block: ResBlock, x: Tensor, emb: Tensor) -> Linear:
     return skip + h, pull
 
 
-def _normalize(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, C, ...] -> (x_hat [B, G, n], 1 / standard deviation [B, G, 1])."""
-    grouped = x.reshape(x.shape[0], norm.num_groups, -1)
-    x_hat, _, rstd = torch.native_layer_norm(grouped, [grouped.shape[-1]], None, None, norm.eps)
-    return x_hat, rstd
-
-
-def _normalize_pullback(x_hat: Tensor, g: Tensor) -> Tensor:
-    """Gradient of x_hat = (x - mean) / std by x, for g that is divided by std already; x_hat and g [B, G, n]."""
-    inner = (g * x_hat).mean(dim=-1, keepdim=True)
-    return g - x_hat * inner - g.mean(dim=-1, keepdim=True)
-
-
 def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
     """[C] -> broadcastable over [B, C, ...]."""
     assert vector is not None
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _norm(norm: nn.Module, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Linear:
-    """Group norm with its affine part times `scale` plus `shift` ([1, C, 1, 1], from the time embedding)."""
+def _norm(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
+    """Group norm; `time` is (factor, shift), both [1, C, 1, 1], applied to its result."""
     assert isinstance(norm, nn.GroupNorm)
-    x_hat, rstd = _normalize(norm, x)
     gamma, beta = _channels(norm.weight, x), _channels(norm.bias, x)
-    if scale is not None and shift is not None:
-        gamma, beta = gamma * scale, beta * scale + shift
-
-    def pull(g: Tensor) -> Tensor:
-        # gamma / std by channel first, which is small, so that one pass over g does both
-        by_group = gamma.reshape(1, norm.num_groups, -1) * rstd
-        weight = by_group.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
-        return _normalize_pullback(x_hat, (g * weight).reshape(x_hat.shape)).reshape(g.shape)
-
-    return x_hat.reshape(x.shape) * gamma + beta, pull
+    if time is not None:
+        gamma, beta = gamma * time[0], beta * time[0] + time[1]
+    return form(norm, x, gamma, beta)
 
 
-def _norm_silu(norm: nn.Module, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Linear:
-    h, norm_pullback = _norm(norm, x, scale, shift)
+def _norm_silu(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
+    h, norm_pullback = _norm(form, norm, x, time)
     s = torch.sigmoid(h)
     y = h * s
     # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
@@ -158,9 +138,8 @@ def _conv(conv: nn.Module, x: Tensor) -> Linear:
         return x, lambda g: g
     assert isinstance(conv, nn.Conv2d)
     if conv.stride == (1, 1):
-        weight = conv.get_buffer("input_gradient_weight")
         padding = conv.kernel_size[0] - 1 - int(conv.padding[0])
-        return conv(x), lambda g: F.conv2d(g, weight, padding=padding)
+        return conv(x), lambda g: F.conv2d(g, conv.get_buffer("input_gradient_weight"), padding=padding)
     # The output padding restores the even input size that the stride rounded away.
     padding = int(conv.padding[0])
     extra = x.shape[-1] - ((x.shape[-1] + 2 * padding - 3) // 2 * 2 + 3 - 2 * padding)
@@ -192,10 +171,10 @@ def _upsample(layer: Upsample, x: Tensor) -> Linear:
     return y, lambda g: F.avg_pool2d(conv_pullback(g), 2) * 4.0
 
 
-def _attention(block: AttentionBlock, x: Tensor) -> Linear:
+def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
     batch, channels, height, width = x.shape
     flat = x.reshape(batch, channels, height * width)
-    normed, norm_pullback = _norm(block.norm, flat)
+    normed, norm_pullback = _norm(form, block.norm, flat)
     qkv_weight, proj_weight = block.qkv.weight[:, :, 0], block.proj_out.weight[:, :, 0]
     qkv = qkv_weight @ normed + _channels(block.qkv.bias, flat)
     q, k, v = split_heads(qkv, block.heads, block.new_order)

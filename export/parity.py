@@ -26,7 +26,7 @@ from mdps.runtime.settings import Settings
 Array = NDArray[np.float32]
 TOLERANCES = {
     "eps": 1e-4, "guidance_gradient": 1e-4, "one_step": 5e-4, "first_map": 2e-3, "mask_disagreement": 1e-2,
-    "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3,
+    "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3, "variants": 1e-4,
 }  # fmt: skip
 """Largest difference over the largest value (at least 1, but for the gradient and the maps); shares for the mask."""
 DIVERGED = 100.0
@@ -58,7 +58,11 @@ class Report:
 
 
 def check_parity(
-    pipeline: Pipeline, denoiser: Denoiser, backbone: Backbone | None, size: tuple[int, int]
+    pipeline: Pipeline,
+    denoiser: Denoiser,
+    backbone: Backbone | None,
+    size: tuple[int, int],
+    variants: Sequence[tuple[Session, Session]] = (),
 ) -> dict[str, Any]:
     """Runs every graph beside the oracle on two pictures of noise; the report, or ParityError outside tolerance."""
     report = Report()
@@ -68,6 +72,8 @@ def check_parity(
         for index, _ in enumerate(pipeline.settings.sampler.passes):
             _check_first_step(report, pipeline, eps, y, index)
         _check_whole(report, pipeline, eps, backbone, y)
+    for plain, variant in variants:
+        _check_variant(report, plain, variant, y)
     if report.failures:
         raise ParityError(
             "the exported graphs disagree with the torch oracle, so no bundle was written: "
@@ -168,24 +174,39 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
         _check_gradient_moves(pipeline.steps.at(one.guidance_scale), y, state.step)
 
 
+def _feeds(session: Session, y: Array, step: Step) -> dict[str, Array]:
+    """Feeds of a step graph with each picture as the x_t of the other."""
+    scalars = {"timestep": step.timestep, "alpha_t": step.alpha_t, "alpha_s": step.alpha_s, "sigma_t": step.sigma_t}
+    other = np.ascontiguousarray(y[::-1])
+    values = {"x_t": y, "observation": other, "mask": np.ones_like(y[:, :1]), "noise": y, "mask_noise": y}
+    values |= {name: np.asarray(v, dtype=np.float32) for name, v in (scalars | {"guidance_scale": 1.0}).items()}
+    return {name: values[name] for name in session.inputs}
+
+
 def _check_gradient_moves(session: Session, y: Array, step: Step) -> None:
     """A gradient frozen into a constant is the same for two x_t: here each picture against the other."""
-    scalars = {"timestep": step.timestep, "alpha_t": step.alpha_t, "alpha_s": step.alpha_s, "sigma_t": step.sigma_t}
-    values = {"x_t": y, "observation": y[::-1], "mask": np.ones_like(y[:, :1]), "noise": y, "mask_noise": y}
-    values |= {name: np.asarray(v, dtype=np.float32) for name, v in (scalars | {"guidance_scale": 1.0}).items()}
-    feeds = {name: np.ascontiguousarray(values[name]) if values[name].ndim else values[name] for name in session.inputs}
-    gradient = session.run(feeds, ["guidance_gradient"])["guidance_gradient"]
+    gradient = session.run(_feeds(session, y, step), ["guidance_gradient"])["guidance_gradient"]
     if np.abs(gradient[0] - gradient[1]).max() <= 1e-3 * np.abs(gradient).max():
         raise ParityError(
             "the exported guidance gradient is the same for two different images: it was frozen at export"
         )
 
 
+def _check_variant(report: Report, session: Session, variant: Session, y: Array) -> None:
+    """The same graph in another form gives the same; `variant` is run by the same engine here."""
+    feeds = _feeds(session, y, Step(timestep=99.0, alpha_t=0.6, alpha_s=0.7, sigma_t=0.1))
+    wanted = session.run(feeds)
+    for name, found in variant.run(feeds).items():
+        report.compare("variants", found, torch.from_numpy(wanted[name]), floor=1e-12)
+
+
 def _check_bounded(samples: Array, norm: str) -> None:
     """Guidance that overshoots leaves the range of images by orders of magnitude; such a bundle judges noise."""
     if not (largest := float(np.abs(samples).max())) < DIVERGED:
         remedy = "use --guidance-norm l2" if norm == "squared" else "lower --guidance-scale"
-        raise ParityError(f"the guidance diverges: posterior samples of images in [-1, 1] reach {largest:.2g}; {remedy}")
+        raise ParityError(
+            f"the guidance diverges: posterior samples of images in [-1, 1] reach {largest:.2g}; {remedy}"
+        )
 
 
 def _check_whole(report: Report, pipeline: Pipeline, eps: oracles.Eps, backbone: Backbone | None, y: Array) -> None:

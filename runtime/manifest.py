@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Self
 
@@ -45,10 +45,14 @@ class FileEntry(Record):
 
 @dataclass(frozen=True)
 class GraphEntry(Record):
-    """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program."""
+    """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program.
+
+    `variants` maps a backend's name to the file of the same graph in the form that backend runs fastest.
+    """
 
     file: str
     session: Literal["ort", "traced"] = "ort"
+    variants: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Manifest(Record):
             require(_is_plain_name(name), f"the file name {name!r} should be a plain name, without folders")
             require(name != FILE_NAME, f"{FILE_NAME} cannot hold its own hash")
         for role, graph in self.graphs.items():
-            require(graph.file in self.files, f"the graph {role!r} is in {graph.file!r}, which is not among the files")
+            for file in (graph.file, *graph.variants.values()):
+                require(file in self.files, f"the graph {role!r} is in {file!r}, which is not among the files")
 
     @classmethod
     def read(cls, folder: Path | str, *, verify: bool = True) -> Self:

@@ -67,7 +67,7 @@ def test_all_test_images(bundle: Path, shared: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_squared_norm_diverges_at_the_scale_that_the_norm_was_tuned_for(checkpoint: Path, shared: Path) -> None:
-    """rho = 100 with the squared norm, as the paper prints it, leaves the range of images; with the norm it does not."""
+    """rho = 100 with the squared norm, as the paper prints it, leaves the range of images; with the norm it stays."""
     denoiser = load_denoiser(checkpoint)
     observe = Preprocessing(image_size=(64, 64))
     y = torch.from_numpy(observe(shared / "data" / "mvtec_bottle" / "test" / "good" / "000.png"))[None]

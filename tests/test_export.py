@@ -33,6 +33,7 @@ def picture(seed: int = 0) -> np.ndarray:
 def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -> None:
     manifest = Manifest.read(tiny_bundle)
     assert set(manifest.graphs) == {"guided_step", "plain_step", "features", "score"}
+    assert manifest.graphs["guided_step"].variants == {"openvino": "guided_step.openvino.onnx"}
     assert set(manifest.files) == {p.name for p in tiny_bundle.iterdir()} - {"manifest.json"}
     assert manifest.checkpoint.name == small_checkpoint.name
     checks = manifest.parity["checks"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mdps.export.linearize import linearize, prepare_input_gradients
+from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.step import Denoiser, Prediction
 from mdps.models.unet import UNet, UNetConfig
 
@@ -28,14 +29,15 @@ def make_network(variant: str) -> UNet:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_output_and_pullback_equal_autograd(variant: str, batch: int) -> None:
+@pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
+def test_output_and_pullback_equal_autograd(variant: str, batch: int, norms: NormForm) -> None:
     network = make_network(variant)
     x = torch.randn(batch, 3, 16, 16, requires_grad=True)
     timestep, cotangent = torch.tensor(123.0), torch.randn(batch, 3, 16, 16)
     wanted = network(x, timestep)
     (wanted_gradient,) = torch.autograd.grad(wanted, x, cotangent)
     with torch.no_grad():
-        found, pullback = linearize(prepare_input_gradients(network), x, timestep)
+        found, pullback = linearize(prepare_input_gradients(network), x, timestep, norms)
         gradient = pullback(cotangent)
     assert (found - wanted).abs().max() / wanted.abs().max() < 1e-5
     assert (gradient - wanted_gradient).abs().max() / wanted_gradient.abs().max() < 1e-5

@@ -10,6 +10,7 @@ import torch
 
 from mdps.export.graph import WeightStore, count_nodes, write
 from mdps.export.linearize import prepare_input_gradients
+from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models import oracle as o
@@ -45,11 +46,13 @@ def feeds(batch: int, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: np.asarray(value, dtype=np.float32) for name, value in (images | scalars).items()}
 
 
-def session(network: UNet, rules: StepRules, folder: Path, kind: str = "guided") -> onnxruntime.InferenceSession:
+def session(
+    network: UNet, rules: StepRules, folder: Path, kind: str = "guided", norms: NormForm | None = None
+) -> onnxruntime.InferenceSession:
     example: dict[str, Any] = {name: torch.from_numpy(value) for name, value in feeds(1, seed=9).items()}
     if rules.mask_rule == "blend":
         example["mask_noise"] = None
-    module = (GuidedStep if kind == "guided" else PlainStep)(Denoiser(network, rules.prediction), rules)
+    module = (GuidedStep if kind == "guided" else PlainStep)(Denoiser(network, rules.prediction, norms), rules)
     outputs = ["x_s", "eps", "guidance_gradient"]
     if kind == "guided":
         prepare_input_gradients(network)
@@ -95,9 +98,10 @@ def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_at_every_batch(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
+def test_every_variant_at_every_batch(variant: str, norms: NormForm, tmp_path: Path) -> None:
     network, rules = make_network(variant), StepRules()
-    graph = session(network, rules, tmp_path)
+    graph = session(network, rules, tmp_path, norms=norms)
     for batch in (1, 2, 5):
         values = feeds(batch, seed=batch)
         for found, reference in zip(run(graph, values), wanted(network, rules, values), strict=True):
@@ -124,9 +128,10 @@ def test_every_rule(rules: StepRules, tmp_path: Path) -> None:
 def test_the_plain_step_is_the_guided_one_at_scale_zero(tmp_path: Path) -> None:
     network, values = make_network("biggan"), feeds(3) | {"guidance_scale": np.zeros((), np.float32)}
     guided = run(session(network, StepRules(), tmp_path), values)
-    plain = run(session(network, StepRules(), tmp_path, kind="plain"), values)
-    assert relative(plain[0], guided[0]) < 1e-5
-    assert relative(plain[1], guided[1]) < 1e-5
+    for norms in (Grouped(), ByChannel()):
+        plain = run(session(network, StepRules(), tmp_path, kind="plain", norms=norms), values)
+        assert relative(plain[0], guided[0]) < 1e-5
+        assert relative(plain[1], guided[1]) < 1e-5
 
 
 def test_a_residual_of_zero_has_no_gradient(tmp_path: Path) -> None:
