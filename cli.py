@@ -2,7 +2,6 @@
 
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from mdps import __version__
 from mdps.serving.options import (
     AS_JSON,
+    BACKEND,
     BUNDLE,
     PRODUCT,
     SAMPLES,
@@ -21,7 +21,7 @@ from mdps.serving.options import (
     export_choices,
     training_choices,
 )
-from mdps.serving.terminal import needs, print_values, run
+from mdps.serving.terminal import needs, print_values, run, spoken_warnings
 
 SOME_FAILED = 3  # exit code of a run in which some images could not be judged
 
@@ -61,6 +61,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @SAMPLES
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
 @THREADS
+@BACKEND
 @PRODUCT
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK
@@ -69,11 +70,9 @@ def predict(
     inputs: tuple[Path, ...],
     out: Path,
     as_json: bool,
-    samples: int | None,
     batch: int,
-    threads: int | None,
-    product: str,
     scores_only: bool,
+    **options: Any,
 ) -> int:
     """Judge images: verdicts, anomaly maps, pictures and a report.
 
@@ -83,10 +82,9 @@ def predict(
     from mdps.runtime import load
     from mdps.serving.run import inspect_folder
 
-    at_once = max(8, batch)
-    with load(
-        bundle, product=product, threads=threads, samples=samples, calibrated=not scores_only, max_batch=at_once
-    ) as detector:
+    with spoken_warnings():
+        detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
+    with detector:
         rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
@@ -123,28 +121,18 @@ Examples:
 @SAMPLES
 @PRODUCT
 @THREADS
+@BACKEND
 @AS_JSON
 @TRACEBACK
-def calibrate(
-    bundle: Path,
-    good_folder: Path,
-    false_alarm_rate: float,
-    samples: int | None,
-    product: str,
-    threads: int | None,
-    as_json: bool,
-) -> None:
+def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:
     """Set the threshold and the map ranges from images of good parts, and store them in the bundle.
 
     Use images that took no part in training, and never those of a test.
     """
     from mdps.serving.run import calibrate_folder
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the note says the same
-        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, product, samples=samples, threads=threads)
-    if calibration.note:
-        click.echo(f"Warning: {calibration.note}", err=True)
+    with spoken_warnings():
+        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, **options)
     print_values(calibration.to_json(), as_json)
 
 

@@ -49,12 +49,13 @@ class Detector:
         *,
         product: str = "default",
         max_batch: int = 8,
+        backend: str = "onnxruntime",
     ) -> None:
         require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
         self.manifest, self.calibration, self.product = manifest, calibration, product
-        self.preprocessing = manifest.preprocessing
+        self.preprocessing, self.backend = manifest.preprocessing, backend
         self._pipeline: Pipeline | None = pipeline
-        self._settings = pipeline.settings
+        self._settings, self._engines = pipeline.settings, pipeline.engines
         self._images_at_once = max(1, max_batch // pipeline.settings.sampler.samples)
         self._lock = threading.Lock()
 
@@ -65,7 +66,7 @@ class Detector:
 
     @property
     def provenance(self) -> dict[str, object]:
-        """What a stored result should carry: checkpoint, settings, calibration and versions."""
+        """What a stored result should carry: checkpoint, settings, calibration, versions, and what computes."""
         return {
             "bundle": self.manifest.name,
             "checkpoint": self.manifest.checkpoint.to_json(),
@@ -73,6 +74,8 @@ class Detector:
             "product": self.product,
             "calibration": self.calibration.to_json() if self.calibration else None,
             "versions": dict(self.manifest.versions),
+            "backend": self.backend,
+            "engines": dict(self._engines),
         }
 
     def __call__(self, image: Picture) -> Result:

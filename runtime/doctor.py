@@ -1,6 +1,7 @@
-"""Finds out what really works here: each execution provider is tried, not believed."""
+"""Finds out what really works here: each execution provider and backend is tried, not believed."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -17,7 +18,7 @@ TINY_MODEL = (
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x02B\x04\n\x00\x10\x11"
 )
 # Each of these wheels installs the one folder `onnxruntime`: the last one installed wins, and removing one breaks it.
-_ENGINE_WHEELS = (
+ENGINE_WHEELS = (
     "onnxruntime",
     "onnxruntime-gpu",
     "onnxruntime-directml",
@@ -25,13 +26,26 @@ _ENGINE_WHEELS = (
     "onnxruntime-qnn",
     "onnxruntime-rocm",
 )
+_OPENVINO = "OpenVINO on CPU"
 _NO_ENGINES = {"AzureExecutionProvider"}  # asks a remote service, runs no graph itself
-_SHOWN = ("mdps", "numpy", "pillow", *_ENGINE_WHEELS, "tensorrt", "torch", "timm", "onnx", "onnxscript", "onnxslim")
+_SHOWN = (
+    "mdps",
+    "numpy",
+    "pillow",
+    *ENGINE_WHEELS,
+    "openvino",
+    "tensorrt",
+    "torch",
+    "timm",
+    "onnx",
+    "onnxscript",
+    "onnxslim",
+)
 
 
 @dataclass(frozen=True)
 class ProviderCheck:
-    """One execution provider: whether a session with it ran, and if not, why."""
+    """One execution provider of ONNX Runtime, or OpenVINO: whether a session with it ran, and if not, why."""
 
     name: str
     usable: bool
@@ -63,8 +77,9 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Examines engine library, providers, processors, GPUs and versions; never raises for what it finds."""
-    versions = {name: version for name in _SHOWN if (version := _version(name))}
+    versions = _versions(_SHOWN)
     providers, fault = _try_providers()
+    providers += _try_openvino()
     problems = [*_wheel_problems(versions), *([fault] if fault else [])]
     return Diagnosis(
         python=platform.python_version(),
@@ -78,6 +93,15 @@ def diagnose() -> Diagnosis:
     )
 
 
+def engine_versions() -> dict[str, str]:
+    """Installed versions of the libraries that can run a graph on the CPU, by the names of their wheels."""
+    return _versions((*ENGINE_WHEELS, "openvino"))
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    return {name: version for name in packages if (version := _version(name))}
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -86,7 +110,7 @@ def _version(package: str) -> str | None:
 
 
 def _wheel_problems(versions: dict[str, str]) -> list[str]:
-    wheels = [name for name in _ENGINE_WHEELS if name in versions]
+    wheels = [name for name in ENGINE_WHEELS if name in versions]
     if len(wheels) < 2:
         return []
     return [
@@ -125,9 +149,28 @@ def _try_provider(onnxruntime: ModuleType, name: str) -> ProviderCheck:
     active = session.get_providers()
     if name not in active:
         return ProviderCheck(name, False, f"listed, but the session took {active[0]}: its libraries do not load here")
-    if not np.array_equal(result, [2.0, 5.0]):
-        return ProviderCheck(name, False, f"computed {result.tolist()} where [2.0, 5.0] is right")
-    return ProviderCheck(name, True)
+    return _judge(name, result.tolist())
+
+
+def _judge(name: str, result: list[float]) -> ProviderCheck:
+    right = [2.0, 5.0]
+    return ProviderCheck(name, result == right, "" if result == right else f"computed {result} where {right} is right")
+
+
+def _try_openvino() -> tuple[ProviderCheck, ...]:
+    """The other backend, which nobody need have: nothing where it is not installed."""
+    if importlib.util.find_spec("openvino") is None:
+        return ()
+    import numpy as np
+
+    try:
+        import openvino
+
+        core = openvino.Core()
+        result = core.compile_model(core.read_model(TINY_MODEL), "CPU")({"x": np.array([1.0, 2.5], np.float32)})[0]
+    except Exception as error:  # an import that fails, or anything the library raises
+        return (ProviderCheck(_OPENVINO, False, str(error).strip().split("\n")[-1]),)
+    return (_judge(_OPENVINO, result.tolist()),)
 
 
 def _gpus() -> tuple[str, ...]:

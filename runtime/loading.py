@@ -1,5 +1,6 @@
 """Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,19 +8,21 @@ from pathlib import Path
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BundleError, CalibrationError, require
-from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.manifest import FILE_NAME, GraphEntry, Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Pipeline
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import ChunkedSession, Session, open_session
+from mdps.runtime.session import ChunkedSession, Session, check_backend, open_session
 from mdps.runtime.settings import Settings
+from mdps.runtime.threads import available_cpus
 
 
 def load(
     path: Path | str,
     *,
     product: str = "default",
+    backend: str = "onnxruntime",
     provider: str = "cpu",
     threads: int | None = None,
     samples: int | None = None,
@@ -29,6 +32,11 @@ def load(
     warm_up: bool = True,
 ) -> Detector:
     """Load the bundle in folder `path`, check every file's hash, and run one image to warm up.
+
+    `backend` is the engine on the CPU: "onnxruntime", "openvino", or "auto" for the faster of the installed ones, which
+    is measured on this bundle for a moment the first time and then remembered (see `choice`, which warns with a
+    BackendWarning where it cannot). The guided step of a bundle made with `--guidance-backend traced` runs in torch
+    whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
 
     `samples` (N_s) and `seed` override the bundle's; at most `max_batch` posterior samples are computed at once. With
     `calibrated` the product must have a calibration made with the same number of samples. Raises BundleError,
@@ -41,11 +49,14 @@ def load(
     for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
     calibration = _calibration(path, manifest, product, settings) if calibrated else None
+    chosen = choose_backend(
+        path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
+    )
     with ExitStack() as opened:
         pipeline = open_pipeline(
-            path, manifest, settings, opened, provider=provider, threads=threads, max_batch=max_batch
+            path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch
         )
-        detector = Detector(manifest, pipeline, calibration, product=product, max_batch=max_batch)
+        detector = Detector(manifest, pipeline, calibration, product=product, max_batch=max_batch, backend=chosen)
         if warm_up:
             detector.warm_up()
         opened.pop_all()  # only a failure above closes what was opened
@@ -58,12 +69,47 @@ def open_pipeline(
     settings: Settings,
     opened: ExitStack,
     *,
+    backend: str = "onnxruntime",
     provider: str = "cpu",
     threads: int | None = None,
     max_batch: int = 8,
 ) -> Pipeline:
     """The sessions of a bundle whose files lie in `path`, closed with `opened`; raises as `load`."""
-    return _Opener(path, manifest, settings, opened, provider, threads, max_batch).pipeline()
+    return _Opener(path, manifest, settings, opened, backend, provider, threads, max_batch).pipeline()
+
+
+def choose_backend(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    *,
+    backend: str,
+    provider: str = "cpu",
+    threads: int | None = None,
+    max_batch: int = 8,
+) -> str:
+    """`backend` itself, checked, or what "auto" stands for on this machine; raises as `load`."""
+    automatic = backend == "auto"
+    check_backend("openvino" if automatic else backend, provider)
+    if not automatic:
+        return backend
+    from mdps.runtime.choice import Probe, Situation, choose, stepper
+
+    passes = _comparable_passes(manifest, settings)
+
+    def open_probe(name: str, opened: ExitStack) -> Probe:
+        opener = _Opener(path, manifest, settings, opened, name, provider, threads, max_batch)
+        return stepper(opener.steps(passes), manifest, settings, passes)
+
+    situation = Situation.here(manifest, threads or available_cpus(), settings.sampler.samples)
+    return choose(situation, open_probe if passes else None)
+
+
+def _comparable_passes(manifest: Manifest, settings: Settings) -> list[int]:
+    """A pass for each step graph that a backend runs: torch runs the guided one of a traced bundle."""
+    traced = manifest.guidance_backend == "traced"
+    guided = {bool(one.guidance_scale): index for index, one in enumerate(settings.sampler.passes)}
+    return [index for is_guided, index in guided.items() if not (is_guided and traced)]
 
 
 def _override(settings: Settings, samples: int | None, seed: int | None) -> Settings:
@@ -96,6 +142,7 @@ class _Opener:
     manifest: Manifest
     settings: Settings
     opened: ExitStack
+    backend: str
     provider: str
     threads: int | None
     max_batch: int
@@ -103,17 +150,21 @@ class _Opener:
     def pipeline(self) -> Pipeline:
         """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
         sampler = self.settings.sampler
-        scales = [settings.guidance_scale for settings in sampler.passes]
         return Pipeline(
-            steps=StepSessions(
-                guided=self._step("guided_step") if any(scales) else None,
-                plain=self._step("plain_step") if not all(scales) else None,
-            ),
+            steps=self.steps(range(len(sampler.passes))),
             features=self._open("features") if self.settings.score.stages else None,
             score=self._open("score"),
             schedule=self.manifest.schedule,
             settings=self.settings,
             noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size)),
+        )
+
+    def steps(self, passes: Sequence[int]) -> StepSessions:
+        """The step graphs of these passes."""
+        scales = [self.settings.sampler.passes[index].guidance_scale for index in passes]
+        return StepSessions(
+            guided=self._step("guided_step") if any(scales) else None,
+            plain=self._step("plain_step") if not all(scales) else None,
         )
 
     def _step(self, role: str) -> Session:
@@ -126,10 +177,13 @@ class _Opener:
         session = (
             self._traced(self.path / graph.file)
             if graph.session == "traced"
-            else open_session(self.path / graph.file, self.provider, self.threads)
+            else open_session(self._file(graph), self.provider, self.threads, self.backend)
         )
         self.opened.callback(session.close)
         return session
+
+    def _file(self, graph: GraphEntry) -> Path:
+        return self.path / graph.variants.get(self.backend, graph.file)
 
     def _traced(self, file: Path) -> Session:
         from mdps.runtime.traced import TracedSession

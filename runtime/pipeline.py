@@ -81,11 +81,24 @@ class Pipeline:
         _check_finite(found)
         return found["anomaly_map"]
 
+    @property
+    def engines(self) -> dict[str, str]:
+        """What runs each graph, as its session says."""
+        return {role: session.provider for role, session in self._sessions().items()}
+
     def close(self) -> None:
         """Close all sessions."""
-        for session in (self.steps.guided, self.steps.plain, self.features, self.score):
-            if session is not None:
-                session.close()
+        for session in self._sessions().values():
+            session.close()
+
+    def _sessions(self) -> dict[str, Session]:
+        roles = {
+            "guided_step": self.steps.guided,
+            "plain_step": self.steps.plain,
+            "features": self.features,
+            "score": self.score,
+        }
+        return {role: session for role, session in roles.items() if session is not None}
 
     def _features(self, observations: Array, clock: "_Clock") -> Arrays:
         """Features of y, computed once an image and not once a sample or pass."""

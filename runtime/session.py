@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError
+from mdps.runtime.errors import BackendError, require
 
+BACKENDS = ("onnxruntime", "openvino")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -44,11 +45,27 @@ class Port:
     shape: tuple[int | None, ...]
 
 
-def open_session(path: Path | str, provider: str = "cpu", threads: int | None = None) -> Session:
-    """The graph in an `.onnx` file on a provider of ONNX Runtime; BackendError where it cannot be had."""
+def open_session(
+    path: Path | str, provider: str = "cpu", threads: int | None = None, backend: str = "onnxruntime"
+) -> Session:
+    """The graph in an `.onnx` file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`."""
+    check_backend(backend, provider)
+    if backend == "openvino":
+        from mdps.runtime.openvino import OpenVinoSession
+
+        return OpenVinoSession(path, threads)
     from mdps.runtime.ort import OrtSession
 
     return OrtSession(path, provider, threads)
+
+
+def check_backend(backend: str, provider: str) -> None:
+    """Raise UsageError for a backend that does not exist, or one that would not run on `provider` (ONNX Runtime's)."""
+    require(backend in BACKENDS, f"there is no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    require(
+        backend == "onnxruntime" or provider == "cpu",
+        f"the backend {backend} runs on the cpu, {provider!r} is a provider of onnxruntime: choose one of the two",
+    )
 
 
 def check_feeds(ports: Sequence[Port], feeds: Mapping[str, NDArray[Any]], name: str) -> None:

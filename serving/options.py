@@ -11,6 +11,13 @@ Command = Callable[..., Any]
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
 PRODUCT = click.option("--product", default="default", show_default=True, help="Which of the bundle's calibrations.")
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime", "openvino", "auto"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What computes on the CPU; auto measures once which is faster here, and remembers.",
+)
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."
 )

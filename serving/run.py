@@ -62,6 +62,7 @@ def calibrate_folder(
     *,
     samples: int | None = None,
     threads: int | None = None,
+    backend: str = "onnxruntime",
 ) -> Calibration:
     """Calibrates `product` on all images of the folder `good` and stores the result in the bundle's manifest.
 
@@ -71,7 +72,15 @@ def calibrate_folder(
         MdpsError: the manifest cannot be written.
     """
     images = find_images([good])
-    with load(bundle, product=product, samples=samples, threads=threads, calibrated=False, warm_up=False) as detector:
+    with load(
+        bundle,
+        product=product,
+        samples=samples,
+        threads=threads,
+        backend=backend,
+        calibrated=False,
+        warm_up=False,
+    ) as detector:
         calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
     manifest = Manifest.read(bundle, verify=False).with_calibration(product, calibration)
     with writing(bundle / FILE_NAME):

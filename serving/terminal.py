@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,14 @@ def needs(*extras: str) -> Iterator[None]:
         raise click.ClickException(
             f"this command needs {error.name}, which is not installed: pip install 'mdps[{','.join(extras)}]'"
         ) from error
+
+
+@contextmanager
+def spoken_warnings() -> Iterator[None]:
+    """Says each warning as one line on stderr, without the place in the source that Python would name."""
+    with warnings.catch_warnings():  # puts back what is set here
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        yield
 
 
 def print_values(values: Mapping[str, Any], as_json: bool) -> None:

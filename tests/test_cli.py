@@ -148,7 +148,8 @@ def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace
 
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
-    expected = {"product": "blue", "threads": 2, "samples": 5, "calibrated": False}
+    options += ["--backend", "auto"]
+    expected = {"product": "blue", "threads": 2, "backend": "auto", "samples": 5, "calibrated": False}
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
     assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
 

@@ -37,6 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]
         set_default_logger_severity=lambda level: None,
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
+    monkeypatch.setitem(sys.modules, "openvino", None)
 
 
 def test_the_tiny_model_is_a_valid_model_that_doubles() -> None:
@@ -83,6 +84,7 @@ def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "openvino", None)
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
     assert "installed but empty" in diagnosis.problems[0]
@@ -90,6 +92,7 @@ def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
     assert "pip install 'mdps[cpu]'" in diagnosis.problems[0]

@@ -69,7 +69,12 @@ def test_the_root_stays_light():
 
 
 def test_the_runtime_uses_numpy_pillow_and_one_engine_library_a_module():
-    engines = {"ort": {"onnxruntime"}, "doctor": {"onnxruntime", "torch"}, "traced": {"torch"}}
+    engines = {
+        "ort": {"onnxruntime"},
+        "openvino": {"openvino"},
+        "doctor": {"onnxruntime", "openvino", "torch"},
+        "traced": {"torch"},
+    }
     for path in (ROOT / "runtime").glob("*.py"):
         libraries = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
         wrong = libraries - RUNTIME_LIBRARIES - engines.get(path.stem, set())
@@ -87,7 +92,8 @@ builtins.__import__ = refuse
 import mdps.runtime
 for name in json.loads(sys.argv[1]):
     importlib.import_module("mdps.runtime." + name)
-assert not {"torch", "onnxruntime", "PIL.Image"} & set(sys.modules), "an engine was loaded before it was needed"
+engines = {"torch", "onnxruntime", "openvino", "PIL.Image"}
+assert not engines & set(sys.modules), "an engine was loaded before it was needed"
 for name in mdps.runtime.__all__:
     getattr(mdps.runtime, name)
 """

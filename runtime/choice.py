@@ -1,0 +1,216 @@
+"""Which backend is the faster one for a bundle on this machine: measured once, written down, then read."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mdps.runtime.atomic import write_text
+from mdps.runtime.doctor import engine_versions
+from mdps.runtime.errors import BackendError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.noise import NoiseBank
+from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.session import BACKENDS
+from mdps.runtime.settings import Settings
+
+FILE_NAME = "backends.json"
+KEPT_CHOICES = 200
+MEASURED_SECONDS = 1.5
+LEAST_ROUNDS, MOST_ROUNDS = 3, 25
+
+Probe = Callable[[], object]
+"""Does once what is to be compared."""
+
+
+class BackendWarning(UserWarning):
+    """A backend could not be measured, or a choice between them not be read or written down; results are unaffected."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a choice depends on; one that was made in another situation does not count."""
+
+    bundle: str
+    cpu: str
+    threads: int
+    samples: int
+    versions: dict[str, str]
+
+    @classmethod
+    def here(cls, manifest: Manifest, threads: int, samples: int) -> Self:
+        """This machine with this bundle; calibrating a bundle does not change it."""
+        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+        return cls(_hash(files), cpu_model(), threads, samples, engine_versions())
+
+    @property
+    def key(self) -> str:
+        """One word that differs where anything differs."""
+        return _hash(asdict(self))
+
+
+def choose(situation: Situation, open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
+    """One of the installed backends: the only one, the remembered one, or the one whose probe runs faster.
+
+    `open_probe` opens what a backend needs, closed with the stack it is given; None where there is nothing to compare,
+    which gives the first of BACKENDS. Raises BackendError where no backend is installed or none works; warns with a
+    BackendWarning of all that does not work but leaves a choice.
+    """
+    names = installed()
+    if open_probe is None or len(names) == 1:
+        return names[0]
+    if (known := remembered(situation)) in names:
+        return str(known)
+    times = measure(names, open_probe)
+    best = min(times, key=lambda name: times[name])
+    if len(times) == len(names):  # one that failed today may be repaired tomorrow
+        remember(situation, best, times)
+    return best
+
+
+def installed() -> tuple[str, ...]:
+    """Backends whose library is installed, without importing it; BackendError where there is none."""
+    names = tuple(name for name in BACKENDS if importlib.util.find_spec(name) is not None)
+    if not names:
+        raise BackendError('no backend is installed: pip install "mdps[cpu]" or "mdps[openvino]"')
+    return names
+
+
+def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, passes: Sequence[int]) -> Probe:
+    """A probe of the first step of each of these passes, on one grey image: the steps are nearly all of its time."""
+    shape = (3, *manifest.preprocessing.network_size)
+    grey = np.zeros((1, *shape), dtype=np.float32)
+    mask = np.ones_like(grey[:, :1])
+    noise = NoiseBank(settings.sampler.seed, shape)
+
+    def step() -> None:
+        for index in passes:
+            states = posterior_sampling(sessions, manifest.schedule, settings.sampler, grey, mask, index, noise)
+            next(islice(states, 1, None))  # the first of all is the noised image
+
+    return step
+
+
+def measure(names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe]) -> dict[str, float]:
+    """Median seconds of each backend's probe, in turns; one that fails is left out with a BackendWarning."""
+    with ExitStack() as opened:
+        probes = _warm(names, open_probe, opened)
+        times: list[dict[str, float]] = []
+        start = time.perf_counter()
+        while len(times) < LEAST_ROUNDS or (
+            len(times) < MOST_ROUNDS and time.perf_counter() - start < MEASURED_SECONDS
+        ):
+            # Every other round the other way round: neither always runs in caches the other has left.
+            order = list(probes)[:: -1 if len(times) % 2 else 1]
+            times.append({name: _seconds(probes[name]) for name in order})
+        return {name: statistics.median(row[name] for row in times) for name in probes}
+
+
+def _warm(names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe], opened: ExitStack) -> dict[str, Probe]:
+    probes: dict[str, Probe] = {}
+    failures: list[BackendError] = []
+    for name in names:
+        try:
+            probe = open_probe(name, opened)
+            probe()  # compiles and allocates
+        except BackendError as error:
+            failures.append(error)
+            _warn(f"the backend {name} is left out of the choice: {error}")
+        else:
+            probes[name] = probe
+    if not probes:
+        raise failures[0]
+    return probes
+
+
+def _seconds(probe: Probe) -> float:
+    start = time.perf_counter()
+    probe()
+    return time.perf_counter() - start
+
+
+def cache_file() -> Path:
+    """Where choices are written down: in MDPS_CACHE, or the user's cache folder; OSError where there is none."""
+    if given := os.environ.get("MDPS_CACHE"):
+        return Path(given) / FILE_NAME
+    folder = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
+    if Path(folder).is_absolute():  # the standard says to ignore a relative one
+        return Path(folder) / "mdps" / FILE_NAME
+    try:
+        return Path.home() / ".cache" / "mdps" / FILE_NAME
+    except RuntimeError as error:
+        raise OSError(f"this user has no home folder ({error}), set MDPS_CACHE") from error
+
+
+def remembered(situation: Situation) -> str | None:
+    """The backend written down for this situation, if any; a BackendWarning where the file is damaged."""
+    try:
+        entry = _read().get(situation.key)
+        return None if entry is None else str(entry["backend"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _warn(f"the choice of a backend cannot be read and is made again: {_describe(error)}")
+        return None
+
+
+def remember(situation: Situation, backend: str, times: Mapping[str, float]) -> None:
+    """Write the choice down, with what it rests on; a BackendWarning where that is not possible."""
+    try:
+        entries = _read()
+    except (OSError, ValueError, RecursionError):
+        entries = {}  # `remembered` has said so
+    entries.pop(situation.key, None)
+    milliseconds = {name: round(seconds * 1000, 3) for name, seconds in times.items()}
+    entries[situation.key] = {"backend": backend, "step_ms": milliseconds, **asdict(situation)}
+    newest = dict(list(entries.items())[-KEPT_CHOICES:])
+    try:
+        path = cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(newest, indent=1) + "\n")
+    except OSError as error:
+        _warn(f"the choice of the backend {backend} is not remembered and will be measured again: {error}")
+
+
+def _read() -> dict[str, Any]:
+    try:
+        entries = json.loads(cache_file().read_bytes())
+    except (FileNotFoundError, NotADirectoryError):  # nothing yet; where nothing can be, the writing says so
+        return {}
+    if not isinstance(entries, dict):
+        raise ValueError("it holds no object")
+    return entries
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    return f"{cache_file()} is damaged ({type(error).__name__}: {error})"
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, BackendWarning, stacklevel=2)
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {names[0] if names else platform.processor()}".strip()
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

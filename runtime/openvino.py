@@ -1,0 +1,129 @@
+"""Sessions of OpenVINO, on the processor."""
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.threads import available_cpus
+
+COMPILED_AT_ONCE = 3
+"""A batch, the rest of a folder, and the single image of a warm-up."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class OpenVinoSession:
+    """One ONNX file on OpenVINO's CPU plugin, in float32.
+
+    Static shapes are a fifth faster there than a free batch, so each set of input shapes is compiled when it is first
+    run; the `COMPILED_AT_ONCE` last used ones are kept. `threads` defaults to the processors this process may use.
+    Raises UsageError for a wrong thread count, BackendError where the library is missing or the file is damaged. Runs
+    from several threads follow one another.
+    """
+
+    def __init__(self, path: Path | str, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads should be at least 1, not {threads}")
+        self._path = Path(path)
+        self.threads = threads or available_cpus()
+        library = _library()
+        self._core: Any = library.Core()
+        self._model: Any = _read(self._core, self._path)
+        self._ports = [_port(node, self._path) for node in self._model.inputs]
+        self._requests: OrderedDict[Shapes, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self.inputs = tuple(port.name for port in self._ports)
+        self.outputs = tuple(_output_name(node) for node in self._model.outputs)
+        self.provider = f"OpenVINO {library.__version__.partition('-')[0]} on CPU"
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
+        """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
+        with self._lock:
+            if self._model is None:
+                raise BackendError(f"{self._path} was closed: open it again")
+            check_feeds(self._ports, feeds, str(self._path))
+            names = check_outputs(self.outputs, outputs, str(self._path))
+            arrays = [np.asarray(feeds[port.name]) for port in self._ports]
+            try:
+                request = self._request(tuple(array.shape for array in arrays))
+                request.infer(dict(enumerate(arrays)), share_inputs=True)
+                # The tensors belong to the request and the next run overwrites them.
+                return {name: request.get_output_tensor(self.outputs.index(name)).data.copy() for name in names}
+            except RuntimeError as error:
+                raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
+
+    def close(self) -> None:
+        """Free the model and what was compiled of it."""
+        with self._lock:
+            self._requests.clear()
+            self._model = self._core = None
+
+    def _request(self, shapes: Shapes) -> Any:
+        """A request of the model compiled for these shapes of all inputs."""
+        if shapes not in self._requests:
+            while len(self._requests) >= COMPILED_AT_ONCE:  # before the next one takes its memory
+                self._requests.popitem(last=False)
+            self._model.reshape(dict(zip(self.inputs, map(list, shapes), strict=True)))
+            compiled = self._core.compile_model(self._model, "CPU", _options(self.threads))
+            self._requests[shapes] = compiled.create_infer_request()
+        self._requests.move_to_end(shapes)
+        return self._requests[shapes]
+
+
+def _library() -> Any:
+    try:
+        import openvino
+    except ImportError as error:
+        raise BackendError(f'openvino cannot be imported ({error}): pip install "mdps[openvino]"') from error
+    return openvino
+
+
+def _options(threads: int) -> dict[str, Any]:
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+        # Without a hint a processor that has bfloat16 computes in it, and the scores move.
+        "INFERENCE_PRECISION_HINT": "f32",
+        # Every process would take the same first processors, and two of them would share one.
+        "ENABLE_CPU_PINNING": False,
+    }
+
+
+def _read(core: Any, path: Path) -> Any:
+    if not path.is_file():
+        raise BackendError(f"{path} is no file: check the path")
+    try:
+        return core.read_model(path)
+    except RuntimeError as error:
+        raise BackendError(f"{path} cannot be loaded by OpenVINO: {_reason(error)}") from error
+
+
+def _port(node: Any, path: Path) -> Port:
+    try:
+        dtype = np.dtype(node.element_type.to_dtype())
+    except (RuntimeError, TypeError) as error:
+        kind = node.element_type.get_type_name()
+        raise BackendError(f"{path} has an input of type {kind}, which is not supported") from error
+    shape = tuple(None if length.is_dynamic else length.get_length() for length in node.partial_shape)
+    return Port(node.get_node().get_friendly_name(), dtype, shape)
+
+
+def _output_name(node: Any) -> str:
+    """The graph's own name: a tensor may have several where nodes were merged, but its result is called after one."""
+    name = str(node.get_node().get_friendly_name()).removesuffix("/sink_port_0")
+    return name if name in node.get_names() else str(node.get_any_name())
+
+
+def _reason(error: Exception) -> str:
+    """What an exception says, without where in the library it was raised."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not re.match(r"Exception from |Check '.*' failed at ", line)]
+    return (": ".join(said) or type(error).__name__)[:300]

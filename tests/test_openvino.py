@@ -1,0 +1,350 @@
+"""OpenVINO behind the seam: as ONNX Runtime computes, with the same manners."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from PIL import Image
+
+from mdps.cli import cli
+from mdps.runtime import BackendError, Detector, UsageError, calibrate, load
+from mdps.runtime.doctor import ProviderCheck, diagnose
+from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
+from mdps.runtime.openvino import COMPILED_AT_ONCE, OpenVinoSession
+from mdps.runtime.session import open_session
+from mdps.runtime.threads import available_cpus
+from mdps.serving.terminal import run
+
+pytest.importorskip("openvino")
+
+
+def value(name: str, shape: list[Any]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+def save(path: Path, nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any], weights: Any) -> Path:
+    """A graph whose weights lie in an external file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, arrays)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, path, save_as_external_data=True, location="w.weights", size_threshold=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """y = x * s + w and xs = x * s; same = y under another name; nothing reads `unused`."""
+    nodes = [
+        helper.make_node("Mul", ["x", "s"], ["xs"]),
+        helper.make_node("Add", ["xs", "w"], ["y"]),
+        helper.make_node("Identity", ["y"], ["same"]),
+    ]
+    inputs = [value("x", ["N", 300]), value("s", []), value("unused", ["N", 3])]
+    outputs = [value(name, ["N", 300]) for name in ("y", "xs", "same")]
+    path = tmp_path_factory.mktemp("graphs") / "a gräph.onnx"
+    return save(path, nodes, inputs, outputs, {"w": np.arange(300, dtype=np.float32)})
+
+
+def feeds(count: int = 2, level: float = 1) -> dict[str, NDArray[np.float32]]:
+    x = np.full((count, 300), level, np.float32)
+    return {"x": x, "s": np.float32(2).reshape(()), "unused": np.zeros((count, 3), np.float32)}
+
+
+def test_a_graph_with_external_weights_runs(graph: Path) -> None:
+    session = open_session(graph, threads=1, backend="openvino")
+    assert (session.inputs, session.outputs) == (("x", "s", "unused"), ("y", "xs", "same"))
+    assert session.provider.startswith("OpenVINO 20")
+    found = session.run(feeds())
+    for name in ("y", "same"):
+        np.testing.assert_array_equal(found[name], np.tile(np.arange(300) + 2, (2, 1)))
+    np.testing.assert_array_equal(found["xs"], 2)
+    assert list(session.run(feeds(), ["xs"])) == ["xs"]
+
+
+def test_a_result_is_not_overwritten_by_the_next_run(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    first = session.run(feeds(level=1))
+    session.run(feeds(level=5))
+    np.testing.assert_array_equal(first["xs"], 2)
+
+
+def test_strided_and_read_only_feeds_are_taken(graph: Path) -> None:
+    wide = np.arange(1200, dtype=np.float32).reshape(2, 600)
+    given = feeds() | {"x": wide[:, ::2]}
+    for array in given.values():
+        array.setflags(write=False)
+    np.testing.assert_array_equal(OpenVinoSession(graph, 1).run(given)["xs"], 2 * wide[:, ::2])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": None}, "needs the input 'x'"),
+        ({"z": np.ones(1, np.float32)}, "has no input 'z'; it takes s, unused, x"),
+        ({"x": np.ones((2, 300))}, r"'x' as float32 \[any, 300\], but was given float64 \[2, 300\]"),
+        ({"s": np.ones(1, np.float32)}, r"'s' as float32 \[\], but was given float32 \[1\]"),
+    ],
+)
+def test_feeds_that_do_not_fit_are_named(graph: Path, change: dict[str, Any], sentence: str) -> None:
+    given = {name: array for name, array in {**feeds(), **change}.items() if array is not None}
+    with pytest.raises(BackendError, match=sentence):
+        OpenVinoSession(graph).run(given)
+
+
+def test_an_unknown_output_and_a_wrong_thread_count_are_named(graph: Path) -> None:
+    with pytest.raises(BackendError, match="no output 'q'; it gives y, xs, same"):
+        OpenVinoSession(graph).run(feeds(), ["q"])
+    with pytest.raises(UsageError, match="at least 1"):
+        OpenVinoSession(graph, 0)
+    assert OpenVinoSession(graph).threads == available_cpus()
+
+
+def test_a_closed_session_says_so(graph: Path) -> None:
+    session = OpenVinoSession(graph)
+    session.close()
+    session.close()
+    with pytest.raises(BackendError, match="was closed"):
+        session.run(feeds())
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", b"\x08\x09" * 50])
+def test_a_damaged_graph_is_a_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(content)
+    with pytest.raises(BackendError, match=r"bad\.onnx cannot be loaded by OpenVINO: \w") as caught:
+        OpenVinoSession(path)
+    assert "\n" not in str(caught.value)
+    assert ".cpp" not in str(caught.value)
+    with pytest.raises(BackendError, match="no file"):
+        OpenVinoSession(tmp_path / "absent.onnx")
+
+
+def test_missing_external_weights_are_a_sentence(graph: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone.onnx"
+    alone.write_bytes(graph.read_bytes())
+    with pytest.raises(BackendError, match=r"alone\.onnx cannot be loaded by OpenVINO"):
+        OpenVinoSession(alone)
+
+
+def test_a_failure_of_the_engine_is_a_sentence(graph: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Exception from src/a.cpp:7:\nCheck 'false' failed at src/b.cpp:8:\nout of memory\n")
+
+    session = OpenVinoSession(graph)
+    session._core = SimpleNamespace(compile_model=fail)
+    with pytest.raises(BackendError, match=r"gräph\.onnx failed on OpenVINO .* on CPU: out of memory$"):
+        session.run(feeds())
+
+
+def test_a_missing_library_says_what_to_install(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(BackendError, match=r'pip install "mdps\[openvino\]"'):
+        open_session(graph, backend="openvino")
+
+
+def test_each_set_of_shapes_is_compiled_once_and_the_last_used_are_kept(graph: Path) -> None:
+    session, compiled = OpenVinoSession(graph, 1), []
+    core = session._core
+    session._core = SimpleNamespace(
+        compile_model=lambda model, *rest: compiled.append(model.inputs[0].shape[0]) or core.compile_model(model, *rest)
+    )
+    for count in (1, 4, 1, 4, 2, 1, 3, 1, 4):  # 3 drives out 4, the one not used for longest, and 4 then 2
+        np.testing.assert_array_equal(session.run(feeds(count))["xs"], np.full((count, 300), 2))
+    assert compiled == [1, 4, 2, 3, 4]
+    assert len(session._requests) == COMPILED_AT_ONCE
+
+
+def test_it_computes_in_float32_on_the_threads_asked_for(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    session.run(feeds())
+    (request,) = session._requests.values()
+    model = request.get_compiled_model()
+    assert model.get_property("INFERENCE_PRECISION_HINT").to_dtype() == np.float32
+    assert model.get_property("INFERENCE_NUM_THREADS") == 1
+    assert model.get_property("EXECUTION_DEVICES") == ["CPU"]
+
+
+def test_calls_from_several_threads_do_not_mix(graph: Path) -> None:
+    session, found = OpenVinoSession(graph, 1), {}
+
+    def work(level: int) -> None:
+        found[level] = [session.run(feeds(1 + level % 2, level))["xs"].max() for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(level,)) for level in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {level: [2 * level] * 50 for level in range(4)}
+
+
+MEMORY = """
+import gc, sys
+import numpy as np
+from mdps.runtime.openvino import OpenVinoSession
+
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+def use():
+    session = OpenVinoSession(sys.argv[1], 1)
+    for count in (1, 2):
+        session.run({"x": np.ones((count, 3000), np.float32)})
+    held = resident()
+    session.close()
+    return held, resident()
+
+use()
+before = resident()
+print(*(value - before for value in use()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
+def test_closing_frees_the_memory(tmp_path: Path) -> None:
+    weights = {"w": np.random.default_rng(0).normal(size=(3000, 3000)).astype(np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    path = save(tmp_path / "big.onnx", nodes, [value("x", ["N", 3000])], [value("y", ["N", 3000])], weights)
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True)
+    held, left = map(float, done.stdout.split())
+    assert held > 30, "the test would not see the weights"
+    assert left < 5
+
+
+# A real bundle
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[NDArray[np.uint8]]:
+    return list(np.random.default_rng(1).integers(80, 170, (3, 40, 40, 3), np.uint8))
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_bundle: Path, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny bundle, calibrated by ONNX Runtime with one and (product "four") with four samples."""
+    folder = tmp_path_factory.mktemp("openvino") / "bundle"
+    shutil.copytree(tiny_bundle, folder)
+    for product, samples in (("default", 1), ("four", 4)):
+        with load(folder, calibrated=False, threads=1, samples=samples, warm_up=False) as detector:
+            calibration = calibrate(detector, pictures, false_alarm_rate=0.4)
+            scores = np.sort([result.score for result in detector.batch(pictures)])
+        widest = int(np.argmax(np.diff(scores)))  # far from every score, and some fail
+        calibration = replace(calibration, threshold=float(scores[widest : widest + 2].mean()))
+        Manifest.read(folder).with_calibration(product, calibration).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[("default", 1), ("four", 4)], ids=["N_s=1", "N_s=4"])
+def detectors(bundle: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Detector, Detector]]:
+    product, samples = request.param
+    options = {"product": product, "samples": samples, "threads": 1, "warm_up": False}
+    with load(bundle, **options) as ort, load(bundle, backend="openvino", **options) as openvino:
+        yield ort, openvino
+
+
+def test_both_backends_say_the_same_of_one_image(detectors: tuple[Detector, Detector], pictures: list[Any]) -> None:
+    expected, found = (detector(pictures[0]) for detector in detectors)
+    assert found.verdict == expected.verdict
+    assert found.score == pytest.approx(expected.score, abs=1e-3)
+    np.testing.assert_allclose(found.anomaly_map, expected.anomaly_map, atol=1e-3)
+    np.testing.assert_allclose(found.posterior_sample, expected.posterior_sample, atol=1e-3)
+    assert (found.mask == expected.mask).mean() > 0.99
+
+
+def test_both_backends_say_the_same_of_a_batch(detectors: tuple[Detector, Detector], pictures: list[Any]) -> None:
+    expected, found = (detector.batch(pictures) for detector in detectors)
+    assert {result.verdict for result in expected} == {"pass", "fail"}
+    assert [result.verdict for result in found] == [result.verdict for result in expected]
+    np.testing.assert_allclose([r.score for r in found], [r.score for r in expected], atol=1e-3)
+
+
+def test_both_passes_agree(detectors: tuple[Detector, Detector], pictures: list[Any]) -> None:
+    y = np.stack([detectors[0].preprocessing(picture) for picture in pictures])
+    expected, found = (detector.inspect(y) for detector in detectors)
+    np.testing.assert_allclose(found.first_map, expected.first_map, atol=1e-3)
+    np.testing.assert_allclose(found.anomaly_map, expected.anomaly_map, atol=1e-3)
+    assert np.abs(expected.first_map - expected.anomaly_map).max() > 0.01, "one pass would satisfy the test"
+
+
+def test_the_detector_says_what_computes(detectors: tuple[Detector, Detector]) -> None:
+    ort, openvino = (detector.provenance for detector in detectors)
+    assert (ort["backend"], openvino["backend"]) == ("onnxruntime", "openvino")
+    assert set(ort["engines"].values()) == {"CPUExecutionProvider"}
+    assert all(engine.startswith("OpenVINO") for engine in openvino["engines"].values())
+    assert set(openvino["engines"]) == {"guided_step", "features", "score"}
+    assert json.loads(json.dumps(openvino)) == openvino
+
+
+def test_a_backend_takes_its_own_form_of_a_graph(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    shutil.copy(folder / "guided_step.onnx", folder / "other.onnx")
+    manifest = Manifest.read(folder)
+    guided = replace(manifest.graphs["guided_step"], variants={"openvino": "other.onnx"})
+    replace(manifest, graphs=manifest.graphs | {"guided_step": guided}, files=hash_files(folder)).write(folder)
+    assert step_file(folder, "openvino") == "other.onnx"
+    assert step_file(folder, "onnxruntime") == "guided_step.onnx"
+    obj = json.loads((folder / FILE_NAME).read_text())
+    obj["graphs"]["guided_step"]["variants"] = {}
+    (folder / FILE_NAME).write_text(json.dumps(obj))
+    assert step_file(folder, "openvino") == "guided_step.onnx"
+
+
+def step_file(folder: Path, backend: str) -> str:
+    with load(folder, backend=backend, threads=1, warm_up=False) as detector:
+        return str(detector._pipeline.steps.guided.session._path.name)
+
+
+def test_the_command_line_takes_the_backend(
+    bundle: Path, pictures: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(pictures[0]).save(tmp_path / "part.png")
+    rows = []
+    for backend in ("onnxruntime", "openvino"):
+        out = tmp_path / backend
+        options = ["--out", str(out), "--json", "--threads", "1", "--backend", backend]
+        assert run(cli, ["predict", str(bundle), str(tmp_path / "part.png"), *options]) == 0
+        rows.append(json.loads(capsys.readouterr().out))
+        assert f"{backend}" in (out / "report.html").read_text()
+    assert rows[0]["verdict"] == rows[1]["verdict"]
+    assert rows[0]["score"] == pytest.approx(rows[1]["score"], abs=1e-3)
+
+
+def test_calibrating_hands_the_backend_on(
+    bundle: Path, pictures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.fromarray(pictures[0]).save(tmp_path / "part.png")
+    asked: list[str] = []
+
+    def refuse(path: Path, *, backend: str, **_: Any) -> Detector:
+        asked.append(backend)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("mdps.serving.run.load", refuse)
+    assert run(cli, ["calibrate", str(bundle), str(tmp_path), "--backend", "openvino"]) == 2
+    assert asked == ["openvino"]
+
+
+def test_the_doctor_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openvino
+
+    assert ProviderCheck("OpenVINO on CPU", True) in diagnose().providers
+    assert "openvino" in diagnose().versions
+    monkeypatch.setattr(openvino, "Core", lambda: (_ for _ in ()).throw(RuntimeError("no plugin\nCPU is absent")))
+    assert ProviderCheck("OpenVINO on CPU", False, "CPU is absent") in diagnose().providers
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert not [check for check in diagnose().providers if "OpenVINO on" in check.name]
