@@ -225,6 +225,27 @@ def test_closing_frees_the_memory(tmp_path: Path) -> None:
     assert left < 5
 
 
+@pytest.mark.parametrize("reduce", ["ReduceMean", "ReduceSum", "ReduceMax"])
+@pytest.mark.parametrize("follow", ["Mul", "Add"])
+def test_what_follows_a_reduction_takes_the_right_channels(reduce: str, follow: str, tmp_path: Path) -> None:
+    """The end of attention's group norms; joined into one kernel, a batch above 1 gets the wrong channels."""
+    nodes = [
+        helper.make_node(reduce, ["x", "axes"], ["r"], keepdims=1),
+        helper.make_node(follow, ["r", "w"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(1, 16, 1)).astype(np.float32), "axes": np.array([2])}
+    path = save(tmp_path / "g.onnx", nodes, [value("x", ["N", 16, 64])], [value("y", ["N", 16, 1])], weights)
+    x = rng.normal(size=(3, 16, 64)).astype(np.float32)
+    reduced = {"ReduceMean": np.mean, "ReduceSum": np.sum, "ReduceMax": np.max}[reduce](x, axis=2, keepdims=True)
+    expected = reduced * weights["w"] if follow == "Mul" else reduced + weights["w"]
+    session = OpenVinoSession(path, 1)
+    assert session.outputs == ("y",)
+    found = session.run({"x": x})
+    assert list(found) == ["y"]
+    np.testing.assert_allclose(found["y"], expected, rtol=1e-4, atol=1e-5)
+
+
 # A real bundle
 
 
