@@ -24,6 +24,15 @@ from mdps.serving.options import (
 from mdps.serving.terminal import needs, print_values, run, spoken_warnings
 
 SOME_FAILED = 3  # exit code of a run in which some images could not be judged
+ONE_FILE = "detector.onnx"  # what `mdps single-file` writes into a bundle
+
+FALSE_ALARM_RATE = click.option(
+    "--false-alarm-rate",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of good parts that may fail.",
+)
 
 
 @click.group("mdps", context_settings={"help_option_names": ["-h", "--help"]})
@@ -111,13 +120,7 @@ Examples:
 )
 @BUNDLE
 @click.argument("good_folder", type=click.Path(path_type=Path))
-@click.option(
-    "--false-alarm-rate",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.01,
-    show_default=True,
-    help="Share of good parts that may fail.",
-)
+@FALSE_ALARM_RATE
 @SAMPLES
 @PRODUCT
 @THREADS
@@ -133,7 +136,35 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
 
     with spoken_warnings():
         calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, **options)
+    if (bundle / ONE_FILE).is_file():
+        click.echo(f"Warning: {bundle / ONE_FILE} keeps its threshold until `mdps single-file {bundle}`", err=True)
     print_values(calibration.to_json(), as_json)
+
+
+@cli.command(
+    "single-file",
+    epilog="""\b
+Examples:
+  mdps single-file bundle
+  mdps single-file bundle --product blue --out blue.onnx""",
+)
+@BUNDLE
+@click.option("--out", type=click.Path(path_type=Path), help=f"The file [default: {ONE_FILE} in the bundle].")
+@PRODUCT
+@TRACEBACK
+def single_file(bundle: Path, out: Path | None, product: str) -> None:
+    """Write a calibrated bundle as one ONNX file: picture in, map, score and verdict out.
+
+    Any ONNX Runtime runs it, in C++, C#, Java or JavaScript, without mdps. Make it again after each calibration.
+    """
+    _write_single_file(bundle, out, product)
+
+
+def _write_single_file(bundle: Path, out: Path | None, product: str) -> None:
+    with needs("export", "cpu"):
+        from mdps.export.single_file import export_single_file
+    written = export_single_file(bundle, out, product=product, say=lambda text: click.echo(text, err=True))
+    click.echo(f"wrote {written}")
 
 
 @cli.command(
@@ -164,21 +195,35 @@ Examples:
   mdps export --ckpt denoiser.pt
   mdps export --ckpt denoiser.pt --out bundle --image-size 256 --num-heads 4
   mdps export --ckpt model/ --out bundle --preset mvtec/bottle --backbone-weights wide_resnet101_2.pth
-  mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5"""
+  mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5
+  mdps export --ckpt denoiser.pt --out bundle --calibrate good/ --single-file"""
 )
 @click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint file or diffusers folder.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle [default: beside the checkpoint].")
 @click.option("--force", is_flag=True, help="Replace an existing --out.")
 @click.option("--mode", type=click.Choice(["paper", "reference"]), help="[default: paper; reference with --preset]")
+@click.option("--calibrate", "good", type=click.Path(path_type=Path), help="Images of good parts to calibrate on.")
+@FALSE_ALARM_RATE
+@click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
 @export_choices
 @TRACEBACK
-def export(ckpt: Path, out: Path | None, force: bool, mode: str | None, **choices: Any) -> None:
+def export(
+    ckpt: Path,
+    out: Path | None,
+    force: bool,
+    mode: str | None,
+    good: Path | None,
+    false_alarm_rate: float,
+    one_file: bool,
+    **choices: Any,
+) -> None:
     """Turn a checkpoint into a bundle, and prove it against a plain torch implementation.
 
     What is not given comes from the checkpoint, then from the mode. `mdps inspect CKPT` says what must be given.
     """
     if mode and (mode == "reference") != (choices["preset"] is not None):
         raise click.UsageError("--mode reference takes its numbers from a --preset, and --mode paper has no preset")
+    _check_before_export(good, one_file, choices["guidance_backend"])
     with needs("export", "cpu"):
         from mdps.export import ExportOptions, export_bundle
         from mdps.models.checkpoints import LoadOptions
@@ -191,7 +236,31 @@ def export(ckpt: Path, out: Path | None, force: bool, mode: str | None, **choice
     )
     options = ExportOptions(**_given(choices), load=load)
     bundle = export_bundle(ckpt, out, options, force=force, say=lambda text: click.echo(text, err=True))
-    click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
+    if good is None:
+        click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
+        return
+    from mdps.serving.run import calibrate_folder
+
+    with spoken_warnings():
+        threshold = calibrate_folder(bundle, good, false_alarm_rate).threshold
+    click.echo(f"wrote {bundle}, threshold {threshold:.5g}; next: mdps predict {bundle} IMAGES --out results")
+    if one_file:
+        _write_single_file(bundle, None, "default")
+
+
+def _check_before_export(good: Path | None, one_file: bool, guidance_backend: str) -> None:
+    """What would fail after an export of minutes, said before it."""
+    if one_file and good is None:
+        raise click.UsageError(
+            "--single-file needs a calibration, or it could give no verdict: add --calibrate GOOD_FOLDER, or run "
+            "`mdps calibrate BUNDLE GOOD_FOLDER` and `mdps single-file BUNDLE` after the export"
+        )
+    if one_file and guidance_backend == "traced":
+        raise click.UsageError("--single-file needs --guidance-backend onnx: no ONNX file can hold a torch program")
+    if good is not None:
+        from mdps.serving.inputs import find_images
+
+        find_images([good])
 
 
 @cli.command(

@@ -1,0 +1,227 @@
+"""The graph of a one-file detector: preprocessing, both passes, scoring and the calibrated threshold as ONNX nodes.
+
+The steps of a pass are an ONNX Loop around the bundle's step graph, and passes of one kind are a Loop around that.
+Unrolled, the same runs no faster and takes more than ten times as long to load. ONNX Runtime lays out convolution
+weights for the processor only where they are constants of the very graph that uses them, so the weights of a step are
+constants of the inner body: in the file once, unless one pass is guided and the other is not.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
+
+from mdps.export.merge import Merger
+from mdps.export.pillow_resize import resize
+from mdps.export.tracer import IR_VERSION, OPSET
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.detector import Detector
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.noise import INITIAL, NoiseBank
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import Step, plan_steps
+
+
+def compose(bundle: Path, detector: Detector) -> ModelProto:
+    """The graph of the bundle that `detector` was loaded from, with its calibration.
+
+    `image` uint8 [height, width, 3] of any size -> `anomaly_map` float32 [H, W] of the network's size, `anomaly_score`
+    float32 [], `verdict` bool [] (true: fail), `threshold` float32 [].
+    """
+    assert detector.calibration is not None
+    add = Merger()
+    outputs = _Composer(bundle, detector.manifest, detector.calibration, add).outputs("image")
+    shapes: tuple[list[int], ...] = ([*detector.preprocessing.network_size], [], [], [])
+    types = (TensorProto.FLOAT, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.FLOAT)
+    graph = helper.make_graph(
+        add.nodes,
+        "detector",
+        [_value("image", TensorProto.UINT8, ["height", "width", 3])],
+        [_value(*output) for output in zip(outputs, types, shapes, strict=True)],
+        add.initializers,
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="mdps"
+    )
+    helper.set_model_props(model, {key: _text(value) for key, value in detector.provenance.items()})
+    return model
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One pass in numbers: its place, what `plan_steps` says of it, and its scale."""
+
+    index: int
+    alpha_first: float
+    steps: tuple[Step, ...]
+    guidance_scale: float
+
+
+@dataclass(frozen=True)
+class _Composer:
+    """Writes the method as nodes: what `runtime.detector`, `pipeline` and `sampler` do, in the same order."""
+
+    bundle: Path
+    manifest: Manifest
+    calibration: Calibration
+    add: Merger
+    _graphs: dict[str, GraphProto] = field(default_factory=dict)
+
+    def outputs(self, image: str) -> tuple[str, str, str, str]:
+        """Names of anomaly_map, anomaly_score, verdict, threshold for a uint8 picture [H, W, 3]."""
+        height, width = self.manifest.preprocessing.network_size
+        y = observation(self.add, image, self.manifest.preprocessing)
+        features = self._features(y)
+        mask = self.add.constant(np.ones((1, 1, height, width), dtype=np.float32))
+        anomaly_map, score = mask, self.add.constant(np.zeros(1, dtype=np.float32))  # of the right shapes
+        for _, plans in groupby(self._plans(), lambda plan: plan.guidance_scale > 0):
+            mask, anomaly_map, score = self._passes(list(plans), y, features, [mask, anomaly_map, score])
+        flat = self.add("Reshape", anomaly_map, self.add.shape(height, width), name="anomaly_map")
+        return (flat, *self._verdict(flat, score))
+
+    def _plans(self) -> list[_Plan]:
+        schedule, sampler = self.manifest.schedule, self.manifest.settings.sampler
+        plans = []
+        for index, one in enumerate(sampler.passes):
+            alpha_first, steps = plan_steps(schedule, sampler.time_index, one, sampler.eta_ddim)
+            plans.append(_Plan(index, alpha_first, steps, one.guidance_scale))
+        return plans
+
+    def _features(self, y: str) -> dict[str, str]:
+        if not self.manifest.settings.score.stages:
+            return {}
+        graph = self._graph("features")
+        return self.add.splice(graph, {"image": y}, [output.name for output in graph.output])
+
+    def _passes(self, plans: Sequence[_Plan], y: str, features: dict[str, str], carried: list[str]) -> list[str]:
+        """Passes of one kind, all guided or all plain, each under the mask of the one before."""
+        numbers = _Numbers(self.add, self.manifest, plans)
+
+        def write(body: Merger, index: str, current: list[str]) -> list[str]:
+            samples = self._sample(body, numbers, index, y, current[0])
+            found = self._score(body, samples, y, features)
+            return [found["mask"], found["anomaly_map"], found["anomaly_score"]]
+
+        # The scoring network's weights stay outside: the features of the observation are computed with them too.
+        return self.add.loop(self.add.scalar(len(plans), np.int64), carried, write, own_constants=False)
+
+    def _sample(self, add: Merger, numbers: "_Numbers", pass_index: str, y: str, mask: str) -> str:
+        """Algorithm 1; float32 [N_s, 3, H, W]."""
+        graph = self._graph("guided_step" if numbers.guided else "plain_step")
+        start, z = numbers.of_pass(add, "start", pass_index), numbers.of_pass(add, "z", pass_index)
+        x_first = add("Add", add("Mul", y, numbers.of_pass(add, "signal", pass_index)), start)
+        offset = numbers.of_pass(add, "offset", pass_index)
+
+        def write(body: Merger, index: str, current: list[str]) -> list[str]:
+            feeds = numbers.of_step(body, body("Add", offset, index))
+            feeds |= {"x_t": current[0], "observation": y, "mask": mask, "mask_noise": z}
+            return [body.splice(graph, feeds, ["x_s"])["x_s"]]
+
+        return add.loop(numbers.of_pass(add, "count", pass_index), [x_first], write, own_constants=True)[0]
+
+    def _score(self, add: Merger, x: str, y: str, features: dict[str, str]) -> dict[str, str]:
+        mask = self.manifest.settings.mask
+        scalars = {
+            "mask_lambda": mask.mask_lambda,
+            "mask_low": self.calibration.mask_low,
+            "mask_high": self.calibration.mask_high,
+            "mask_frozen": float(mask.range == "frozen"),
+        }
+        by_image = add("Unsqueeze", x, add.shape(0))
+        feeds = {"posterior_samples": by_image, "observation": y, **features}
+        feeds |= {name: add.scalar(value, np.float32) for name, value in scalars.items()}
+        return add.splice(self._graph("score"), feeds, ["anomaly_map", "anomaly_score", "mask"])
+
+    def _verdict(self, anomaly_map: str, score: str) -> tuple[str, str, str]:
+        """(anomaly_score, verdict, threshold); a map that is not finite makes the score NaN and the verdict a fail."""
+        add = self.add
+        limit = add.scalar(float(np.finfo(np.float32).max), np.float32)
+        finite = add("LessOrEqual", add("ReduceSum", add("Abs", anomaly_map), keepdims=0), limit)
+        single = add("Reshape", score, add.constant(np.zeros(0, dtype=np.int64)))
+        score = add("Where", finite, single, add.scalar(np.nan, np.float32), name="anomaly_score")
+        threshold = add("Identity", add.constant(_not_above(self.calibration.threshold)), name="threshold")
+        verdict = add("Not", add("LessOrEqual", score, threshold), name="verdict")
+        return score, verdict, threshold
+
+    def _graph(self, role: str) -> GraphProto:
+        if role not in self._graphs:
+            self._graphs[role] = onnx.load(self.bundle / self.manifest.graphs[role].file).graph
+        return self._graphs[role]
+
+
+class _Numbers:
+    """Scalars and noises of some passes as stacked constants, and the nodes that pick those of one pass or step."""
+
+    def __init__(self, add: Merger, manifest: Manifest, plans: Sequence[_Plan]) -> None:
+        sampler = manifest.settings.sampler
+        bank = NoiseBank(sampler.seed, (3, *manifest.preprocessing.network_size))
+        self.guided = plans[0].guidance_scale > 0
+        z = [bank.draw(plan.index, INITIAL, sampler.samples) for plan in plans]
+        counts = [len(plan.steps) for plan in plans]
+        spreads = [np.sqrt(np.float32(1 - plan.alpha_first)) for plan in plans]
+        passes = {
+            "signal": np.asarray([np.sqrt(np.float32(plan.alpha_first)) for plan in plans], dtype=np.float32),
+            "start": np.stack([spread * noise for spread, noise in zip(spreads, z, strict=True)]),
+            "z": np.stack(z),
+            "offset": np.cumsum([0, *counts[:-1]], dtype=np.int64),
+            "count": np.asarray(counts, dtype=np.int64),
+        }
+        steps = [(plan, n, step) for plan in plans for n, step in enumerate(plan.steps)]
+        noises = [bank.draw(plan.index, n, sampler.samples) * np.float32(step.sigma_t > 0) for plan, n, step in steps]
+        scalars = ("timestep", "alpha_t", "alpha_s", "sigma_t")
+        of_steps = {name: np.asarray([getattr(step, name) for *_, step in steps], dtype=np.float32) for name in scalars}
+        of_steps["guidance_scale"] = np.asarray([plan.guidance_scale for plan, *_ in steps], dtype=np.float32)
+        self._passes = {name: add.constant(value) for name, value in passes.items()}
+        self._steps = {name: add.constant(value) for name, value in {**of_steps, "noise": np.stack(noises)}.items()}
+
+    def of_pass(self, add: Merger, name: str, index: str) -> str:
+        """`signal`, `start` (the noise part of the first x_t), `z`, `offset` or `count` of a pass."""
+        return add("Gather", self._passes[name], index, axis=0)
+
+    def of_step(self, add: Merger, index: str) -> dict[str, str]:
+        """The scalars and the noise of a step, by the names of the step graph's inputs."""
+        return {name: add("Gather", stacked, index, axis=0) for name, stacked in self._steps.items()}
+
+
+def observation(add: Merger, image: str, preprocessing: Preprocessing) -> str:
+    """What `Preprocessing` makes of a picture: uint8 [H, W, 3] to float32 [1, 3, h, w] in [-1, 1].
+
+    A picture too small for the region of interest makes the engine fail, as it makes the runtime raise.
+    """
+    if preprocessing.roi is not None:
+        left, top, width, height = preprocessing.roi
+        image = _cut(add, image, (top, left), (height, width))
+        image = add("Reshape", image, add.shape(height, width, 3))  # fails where the slice came out smaller
+    image = resize(add, image, *preprocessing.image_size)
+    if preprocessing.network_size != preprocessing.image_size:
+        sizes = zip(preprocessing.image_size, preprocessing.network_size, strict=True)
+        top, left = ((whole - part) // 2 for whole, part in sizes)
+        image = _cut(add, image, (top, left), preprocessing.network_size)
+    planes = add("Cast", add("Transpose", image, perm=[2, 0, 1]), to=TensorProto.FLOAT)
+    unit = add("Sub", add("Div", planes, add.scalar(127.5, np.float32)), add.scalar(1, np.float32))
+    return add("Unsqueeze", unit, add.shape(0))
+
+
+def _cut(add: Merger, image: str, start: tuple[int, int], size: tuple[int, int]) -> str:
+    end = (start[0] + size[0], start[1] + size[1])
+    return add("Slice", image, add.shape(*start), add.shape(*end), add.shape(0, 1))
+
+
+def _not_above(threshold: float) -> NDArray[np.float32]:
+    """The largest float32 not above it: a float32 score exceeds the one exactly where it exceeds the other."""
+    single = np.float32(threshold)
+    return np.asarray(single if single <= threshold else np.nextafter(single, np.float32(-np.inf)))
+
+
+def _value(name: str, dtype: int, shape: Sequence[int | str]) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,127 @@
+"""A calibrated bundle as one ONNX file: compose it, prove it against the bundle, put it in its place."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from mdps.export.detector_graph import compose
+from mdps.runtime.atomic import write_bytes
+from mdps.runtime.detector import Detector
+from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.loading import load
+from mdps.runtime.manifest import FileEntry, Manifest
+from mdps.runtime.ort import OrtSession
+
+FILE_NAME = "detector.onnx"
+MAX_BYTES = 2**31 - 1  # of one protobuf message, and so of an ONNX file that holds its weights
+TOLERANCE = 1e-4
+
+
+def export_single_file(
+    bundle: Path | str,
+    out: Path | str | None = None,
+    *,
+    product: str = "default",
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Write a calibrated bundle as one ONNX file and return its path: `out`, by default `detector.onnx` in the bundle.
+
+    A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
+    does, to 1e-4. Raises CalibrationError without a calibration of `product`, UsageError for a traced bundle or one
+    beyond 2 GB, BackendError where file and bundle disagree; then nothing is written.
+    """
+    bundle = Path(bundle)
+    out = bundle / FILE_NAME if out is None else Path(out)
+    require(
+        not out.is_dir() and out.parent.is_dir(), f"{out} cannot be written: give the name of a file, such as x.onnx"
+    )
+    _refuse_traced(bundle, Manifest.read(bundle, verify=False))
+    with (
+        load(bundle, product=product, warm_up=False) as detector,
+        TemporaryDirectory(prefix=".mdps-tmp-", dir=out.parent) as folder,
+    ):
+        say(f"composing {out.name}")
+        written = Path(folder) / FILE_NAME
+        write_bytes(written, _serialized(compose(bundle, detector)))
+        say("comparing with the bundle")
+        _compare(written, detector)
+        _put(written, out, bundle)
+    return out
+
+
+def _refuse_traced(bundle: Path, manifest: Manifest) -> None:
+    if any(graph.session == "traced" for graph in manifest.graphs.values()):
+        raise UsageError(
+            f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "
+            "export the checkpoint again with --guidance-backend onnx"
+        )
+
+
+def _serialized(model: ModelProto) -> bytes:
+    size = model.ByteSize()
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"{FILE_NAME} would have {size / 1e9:.1f} GB, and an ONNX file holds at most 2 GB: "
+            "calibrate with fewer --samples, whose noises are in the file, or deploy the bundle's folder instead"
+        )
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _compare(file: Path, detector: Detector) -> None:
+    """Raise BackendError unless the file says of a picture what the bundle says.
+
+    A mask pixel right on its threshold may fall to either side, and then all after it differs: that is rare, and a wrong
+    file is wrong on every picture, so one of a few must agree.
+    """
+    session = OrtSession(file)
+    try:
+        errors = []
+        for seed in range(3):
+            errors.append(_difference(session, detector, _picture(detector, seed)))
+            if max(errors[-1].values()) <= TOLERANCE:
+                return
+    finally:
+        session.close()
+    found = ", ".join(f"{name} by {error:.2g}" for name, error in errors[0].items())
+    raise BackendError(
+        f"{FILE_NAME} disagrees with its bundle ({found}), so it was not written: export the bundle again"
+    )
+
+
+def _picture(detector: Detector, seed: int) -> NDArray[np.uint8]:
+    """Noise in stripes from top to bottom: whichever way an image library resizes first, they come out the same."""
+    left, top, width, height = detector.preprocessing.roi or (0, 0, 75, 50)
+    stripes = np.random.RandomState(seed).randint(0, 256, (1, left + width, 3), dtype=np.uint8)
+    return np.repeat(stripes, top + height, axis=0)
+
+
+def _difference(session: OrtSession, detector: Detector, image: NDArray[np.uint8]) -> dict[str, float]:
+    wanted, found = detector(image), session.run({"image": image})
+    return {
+        "anomaly_map": float(np.abs(found["anomaly_map"] - wanted.anomaly_map).max()),
+        "anomaly_score": abs(float(found["anomaly_score"]) - wanted.score),
+    }
+
+
+def _put(written: Path, out: Path, bundle: Path) -> None:
+    """Give the file its name; in a bundle also its entry, in an order that leaves a bundle that loads at any moment."""
+    if out.resolve().parent != bundle.resolve():
+        written.replace(out)
+        return
+    manifest = Manifest.read(bundle, verify=False)
+    others = {name: entry for name, entry in manifest.files.items() if name != out.name}
+    require(
+        all(graph.file != out.name for graph in manifest.graphs.values()),
+        f"{out} is a graph of the bundle: choose another --out",
+    )
+    entry = FileEntry.of(written)
+    replace(manifest, files=others).write(bundle)
+    written.replace(out)
+    replace(manifest, files={**others, out.name: entry}).write(bundle)
