@@ -409,6 +409,7 @@ def test_doctor_leaves_with_1_when_nothing_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
     assert run(cli, ["doctor"]) == 1
     out = capsys.readouterr().out
     assert "works: no" in out

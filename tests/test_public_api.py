@@ -64,6 +64,8 @@ mypy_path = .
 explicit_package_bases = true
 [mypy-onnxruntime.*]
 ignore_missing_imports = true
+[mypy-openvino.*]
+ignore_missing_imports = true
 [mypy-torch.*]
 # Not part of the interface, and half a minute to read.
 follow_imports = skip
