@@ -77,8 +77,8 @@ def _serialized(model: ModelProto) -> bytes:
 def _compare(file: Path, detector: Detector) -> None:
     """Raise BackendError unless the file says of a picture what the bundle says.
 
-    A mask pixel right on its threshold may fall to either side, and then all after it differs: that is rare, and a wrong
-    file is wrong on every picture, so one of a few must agree.
+    A mask pixel right on its threshold may fall to either side, and all after it then differs. That is rare, and a file
+    that is wrong is wrong on every picture: so one of a few must agree.
     """
     session = OrtSession(file)
     try:
