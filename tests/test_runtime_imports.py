@@ -19,7 +19,7 @@ ALLOWED = {
     "benchmarks": {"runtime"},
 }
 # The demo and its network walk the product's whole path, as the command line does; nothing imports them but it.
-WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/train_demo.py"}
+WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/sweep_demo.py", "benchmarks/train_demo.py"}
 RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
 RUNTIME_LIBRARIES = {"numpy", "PIL", "mdps"}
 
