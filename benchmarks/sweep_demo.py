@@ -66,7 +66,8 @@ def _terms(bundle: Path, manifest: Manifest, settings: Settings, observations: M
 
 
 def _top_mean(maps: Maps, top: int) -> NDArray[np.float32]:
-    return np.sort(maps.reshape(len(maps), -1), axis=1)[:, -top:].mean(axis=1)
+    largest = np.sort(maps.reshape(len(maps), -1), axis=1)[:, -top:]
+    return np.asarray(largest.mean(axis=1), dtype=np.float32)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from mdps.export.tracer import record
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, load_denoiser
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.choice import installed
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
@@ -107,13 +108,17 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
 def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None) -> dict[str, Any]:
     with ExitStack() as opened:
         pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
-        pairs = [(graph.file, other) for graph in manifest.graphs.values() for other in graph.variants.values()]
-        variants = [(_opened(folder / one, opened), _opened(folder / other, opened)) for one, other in pairs]
+        variants = [
+            (_opened(folder / graph.file, "onnxruntime", opened), _opened(folder / file, backend, opened))
+            for graph in manifest.graphs.values()
+            for backend, file in graph.variants.items()
+        ]
         return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants)
 
 
-def _opened(path: Path, stack: ExitStack) -> Session:
-    session = open_session(path)
+def _opened(path: Path, backend: str, stack: ExitStack) -> Session:
+    """The graph on the engine it was written for, or on ONNX Runtime where that engine is not installed."""
+    session = open_session(path, backend=backend if backend in installed() else "onnxruntime")
     stack.callback(session.close)
     return session
 
