@@ -12,7 +12,7 @@ help:
 	@echo "make test       the tests (the slow ones apart)"
 	@echo "make test-slow  only the slow tests"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      time the demo's detector, as JSON"
+	@echo "make bench      time the demo's detector beside torch and peers; leaves out/bench/"
 
 install: $(STAMP)
 
@@ -42,4 +42,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/mdps demo --json --out out/bench
+	$(BIN)/mdps demo --out out/demo
+	$(BIN)/mdps bench out/demo/bundle --ckpt benchmarks/demo/denoiser.safetensors --out out/bench

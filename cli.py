@@ -18,6 +18,7 @@ from mdps.serving.options import (
     SAMPLES,
     THREADS,
     TRACEBACK,
+    bench_choices,
     export_choices,
     training_choices,
 )
@@ -348,6 +349,38 @@ def demo(out: Path, threads: int | None, as_json: bool) -> None:
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.demo import run_demo
     print_values(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  mdps bench bundle
+  mdps bench bundle --ckpt denoiser.pt --peers patchcore,draem,padim,efficientad --out bench
+  mdps bench bundle --batches 2,4,8,16 --samples 2,4,8,16 --torch none --peers none --json"""
+)
+@BUNDLE
+@bench_choices
+@THREADS
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for bench.md, bench.png, bench.json, machine.json."
+)
+@AS_JSON
+@TRACEBACK
+def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> None:
+    """Time a bundle beside torch and other detectors, one image at a time, in one interleaved run.
+
+    Prints a table, or with --json a list of rows. Leave the machine alone meanwhile.
+    """
+    from mdps.benchmarks.bench.report import markdown, write_report
+    from mdps.benchmarks.bench.run import BenchOptions, run_bench
+
+    if out is not None:
+        with needs("bench"):
+            import matplotlib  # noqa: F401 - before an hour of measuring, not after it
+    result = run_bench(bundle, BenchOptions(**choices), say=lambda text: click.echo(text, err=True))
+    if out is not None:
+        write_report(result, out)
+    click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
 
 
 def main() -> None:

@@ -103,6 +103,59 @@ def export_choices(command: Command) -> Command:
     return _apply(options, command)
 
 
+def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
+    return () if value == "none" else tuple(part.strip() for part in value.split(","))
+
+
+def _counts(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return () if value == "none" else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither 'none' nor numbers such as 2,4,8") from None
+
+
+def bench_choices(command: Command) -> Command:
+    """What `BenchOptions` holds, under its names."""
+    path = click.Path(path_type=Path)
+    options = (
+        click.option("--ckpt", type=path, help="The bundle's checkpoint, for torch [default: beside the bundle]."),
+        click.option(
+            "--backends", callback=_names, default="onnxruntime,openvino", show_default=True, help="Of ours, or none."
+        ),
+        click.option(
+            "--torch", "ways", callback=_names, default="authors,eager,compile", show_default=True,
+            help="Ways of running the checkpoint in torch, or none.",
+        ),
+        click.option(
+            "--peers", callback=_names, default="patchcore,draem", show_default=True,
+            help="Detectors of anomalib: patchcore, draem, padim, efficientad; or none.",
+        ),
+        click.option(
+            "--batches", callback=_counts, default="4", show_default=True, help="Batches to measure besides 1, or none."
+        ),
+        click.option(
+            "--samples", callback=_counts, default="4", show_default=True, help="N_s to measure besides 1, or none."
+        ),
+        click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each one runs."),
+        click.option(
+            "--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Runs before, after the first."
+        ),
+        click.option(
+            "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where all run."
+        ),
+        click.option("--good", type=path, help="Good parts for the peers' memory [default: made-up images]."),
+        click.option(
+            "--bank-images", type=click.IntRange(1), default=32, show_default=True, help="How many of them."
+        ),
+        click.option("--backbone-weights", type=path, help="Of the feature network, for torch, as at the export."),
+        click.option(
+            "--patience", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
+            help="Seconds after which a competitor that answers nothing is given up.",
+        ),
+    )  # fmt: skip
+    return _apply(options, command)
+
+
 def training_choices(command: Command) -> Command:
     """What changes a training recipe, under the names of `TrainingConfig`."""
     options = (

@@ -23,7 +23,7 @@ from mdps.cli import cli, export
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
 from mdps.serving.terminal import needs, run
 
-COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo")
+COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo", "bench")
 
 
 def mdps_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.Capture
     assert "Usage: mdps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["export", "predict", "calibrate", "inspect", "train", "demo"])
+@pytest.mark.parametrize("command", ["export", "predict", "calibrate", "inspect", "train", "demo", "bench"])
 def test_commands_with_arguments_show_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(cli, [command, "-h"])
     assert f"Examples:\n    mdps {command}" in capsys.readouterr().out

@@ -1,0 +1,49 @@
+"""The seam between the harness and what it times."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mdps.benchmarks.bench.spec import Spec
+from mdps.benchmarks.bench.timer import Timer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run: the first image's score, and the ms its sampling passes took, where there are such things."""
+
+    score: float | None = None
+    passes_ms: float | None = None
+
+
+class Competitor(Protocol):
+    """Ready to judge the spec's batch again and again. `facts` are for the row: a note, counts, a device's name."""
+
+    timer: Timer
+    facts: dict[str, Any]
+
+    def run(self) -> Outcome:
+        """The whole inference on one batch of observations that lie ready in memory."""
+
+
+def open_competitor(spec: Spec) -> Competitor:
+    """Loads it; imports the libraries of its kind and no others. Raises SkippedError with the reason, or MdpsError."""
+    if spec.kind == "ours":
+        from mdps.benchmarks.bench.ours import Ours
+
+        return Ours(spec)
+    if spec.kind == "torch":
+        from mdps.benchmarks.bench.eager import Eager
+
+        return Eager(spec)
+    if spec.kind == "peer":
+        from mdps.benchmarks.bench.peers import open_peer
+
+        return open_peer(spec)
+    from mdps.benchmarks.bench.rate import MatrixRate
+
+    return MatrixRate(spec)
+
+
+def extra_of(kind: str) -> str:
+    """The extra of this package that brings what a kind of competitor needs."""
+    return {"ours": "cpu", "torch": "export", "peer": "peers", "rate": "export"}[kind]

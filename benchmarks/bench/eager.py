@@ -1,0 +1,200 @@
+"""The same detection in torch, by the functions of `models.oracle`: what runs without an export.
+
+Three ways: "authors" (two forwards and a backward a guided step: the authors' code calls the network once inside the
+gradient and once more for eps), "eager" (one forward, whose output is eps too), "compile" (the same with the network
+under torch.compile). All compute the same score.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mdps.benchmarks.bench.competitor import Outcome
+from mdps.benchmarks.bench.picture import observation
+from mdps.benchmarks.bench.spec import SkippedError, Spec
+from mdps.benchmarks.bench.timer import Timer, torch_timer
+from mdps.models import oracle as oracles
+from mdps.models.backbones import Backbone, load_backbone
+from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser
+from mdps.models.oracle import Oracle
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.noise import INITIAL, NoiseBank
+from mdps.runtime.schedule import NoiseSchedule, plan_steps
+from mdps.runtime.settings import Settings
+
+Network = Callable[[Tensor, Tensor], Tensor]
+
+
+class Eager:
+    """The bundle's detection on its checkpoint, in one of the three ways."""
+
+    def __init__(self, spec: Spec) -> None:
+        torch.set_num_threads(spec.threads)
+        torch.set_default_device(spec.device)  # the oracle makes its constants on the default device
+        manifest = Manifest.read(spec.bundle)
+        self.timer: Timer = torch_timer(spec.device)
+        self.facts: dict[str, Any] = {"note": f"torch {torch.__version__}"}
+        self._settings = manifest.settings
+        denoiser = _denoiser(spec, manifest)
+        network = _way(spec.variant, denoiser.network.to(spec.device))
+        self._eps = eps_of(network, denoiser.prediction, denoiser.schedule)
+        self._features = features_of(_backbone(spec, self._settings), self._settings)
+        size = manifest.preprocessing.network_size
+        images = np.stack([observation(size, index) for index in range(spec.batch)])
+        self._y = torch.from_numpy(images).to(spec.device)
+        samples = spec.samples or self._settings.sampler.samples
+        bank = NoiseBank(self._settings.sampler.seed, (3, *size))
+        self._passes = [
+            (
+                oracle_of(self._settings, manifest.schedule, index),
+                _noise(bank, self._settings, manifest, index, samples),
+            )
+            for index in range(len(self._settings.sampler.passes))
+        ]
+        self._samples = samples
+
+    @torch.no_grad()
+    def run(self) -> Outcome:
+        """All passes and the scoring; a frozen mask range is taken as (0, 1)."""
+        y, n = self._y, self._samples
+        frozen = () if self._settings.mask.range == "per-image" else (torch.tensor(0.0), torch.tensor(1.0))
+        many_y, mask = y.repeat_interleave(n, dim=0), torch.ones_like(y[:, :1])
+        features_y = [feature.repeat_interleave(n, dim=0) for feature in self._features(y)]
+        passes_ms = 0.0
+        for oracle, noise in self._passes:
+            x0, ms = self.timer(lambda o=oracle, z=noise, m=mask: self._sample(o, z, many_y, m))  # type: ignore[misc]
+            passes_ms += ms
+            each = oracles.difference(many_y, x0, features_y, self._features(x0), oracle)
+            anomaly_map = each.reshape(len(y), n, 1, *y.shape[-2:]).mean(dim=1)
+            mask = oracles.mask_of(anomaly_map, oracle, *frozen)
+        return Outcome(float(oracles.image_score(anomaly_map, oracle)[0]), passes_ms)
+
+    def _sample(self, oracle: Oracle, noise: Sequence[Tensor], many_y: Tensor, mask: Tensor) -> Tensor:
+        many_mask = mask.repeat_interleave(self._samples, dim=0)
+        first, *steps = [z.repeat(len(self._y), 1, 1, 1) for z in noise]
+        *_, x0 = oracles.posterior_sampling(self._eps, many_y, many_mask, first, steps, oracle)
+        return x0
+
+
+def _denoiser(spec: Spec, manifest: Manifest) -> Denoiser:
+    """The checkpoint, read with all that the bundle knows of it; SkippedError for another than the bundle's."""
+    if spec.ckpt is None:
+        raise SkippedError("no checkpoint: give --ckpt")
+    facts = ("image_size", "num_heads", "num_head_channels", "new_attention_order")
+    known: dict[str, Any] = {name: manifest.network[name] for name in facts if name in manifest.network}
+    if known.get("num_head_channels") is not None:  # it decides; the number of heads is then a default
+        known.pop("num_heads", None)
+    options = LoadOptions(**known, schedule=manifest.schedule, prediction=manifest.prediction)
+    denoiser = load_denoiser(spec.ckpt, options)
+    if denoiser.report.sha256 != manifest.checkpoint.sha256:
+        raise SkippedError(f"{spec.ckpt} is not the checkpoint the bundle was made from ({manifest.checkpoint.name})")
+    return denoiser
+
+
+def _backbone(spec: Spec, settings: Settings) -> Backbone | None:
+    score = settings.score
+    if not score.stages:
+        return None
+    weights = Path(spec.backbone_weights) if spec.backbone_weights else None
+    return load_backbone(score.backbone, weights, score.stages).to(spec.device)
+
+
+def _way(variant: str, network: torch.nn.Module) -> Network:
+    if variant == "authors":
+        return two_forwards(network)
+    if variant == "compile":
+        return _compiled(network)
+    return network
+
+
+def two_forwards(network: Network) -> Network:
+    """Calls the network a second time wherever a gradient is wanted, as the authors' code does for eps."""
+
+    def twice(x_t: Tensor, timestep: Tensor) -> Tensor:
+        if x_t.requires_grad:
+            with torch.no_grad():
+                network(x_t.detach(), timestep)
+        return network(x_t, timestep)
+
+    return twice
+
+
+def _compiled(network: Network) -> Network:
+    compiled: Network = torch.compile(network)
+
+    def call(x_t: Tensor, timestep: Tensor) -> Tensor:
+        try:
+            return compiled(x_t, timestep)
+        except Exception as error:  # dynamo, the code generator and the C++ compiler each raise their own
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise SkippedError(f"torch.compile cannot compile the network here: {reason}") from error
+
+    return call
+
+
+def eps_of(network: Network, prediction: str, schedule: NoiseSchedule) -> oracles.Eps:
+    """eps from a network that predicts eps, v (Salimans & Ho, 2022) or x0."""
+    alphas = schedule.alphas_cumprod.tolist()
+
+    def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
+        output = network(x_t, timestep.to(x_t.device))[:, :3]
+        if prediction == "eps":
+            return output
+        a = alphas[int(timestep)]
+        if prediction == "v":
+            return math.sqrt(1 - a) * x_t + math.sqrt(a) * output
+        return (x_t - math.sqrt(a) * output) / math.sqrt(1 - a)
+
+    return eps
+
+
+def features_of(backbone: Backbone | None, settings: Settings) -> oracles.Features:
+    """Stage features of images in [-1, 1], enlarged to the size the backbone was trained on."""
+    if backbone is None:
+        return lambda image: []
+    network, wanted = backbone, settings.score.feature_size or 0
+    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (network.mean, network.std))
+
+    def features(image: Tensor) -> Sequence[Tensor]:
+        if min(image.shape[-2:]) < wanted:
+            image = F.interpolate(image, [max(wanted, side) for side in image.shape[-2:]], mode="bilinear")
+        stages: Sequence[Tensor] = network(((image + 1) / 2 - mean) / std)
+        return stages
+
+    return features
+
+
+def oracle_of(settings: Settings, schedule: NoiseSchedule, pass_index: int) -> Oracle:
+    """The oracle's settings of one pass."""
+    sampler, score = settings.sampler, settings.score
+    one = sampler.passes[pass_index]
+    return Oracle(
+        alphas_cumprod=torch.from_numpy(schedule.alphas_cumprod.copy()),
+        reference=settings.mode == "reference",
+        noise_level=one.noise_level,
+        steps=one.steps or 0,
+        skip=one.skip or 0,
+        guidance_scale=one.guidance_scale,
+        squared_norm=sampler.guidance_norm == "squared",
+        use_jacobian=sampler.gradient == "exact",
+        eta_ddim=sampler.eta_ddim,
+        eta=score.eta,
+        mask_lambda=settings.mask.mask_lambda,
+        top=score.top,
+        pixel_term=score.eta > 0,
+        feature_term=bool(score.stages),
+    )
+
+
+def _noise(bank: NoiseBank, settings: Settings, manifest: Manifest, index: int, samples: int) -> list[Tensor]:
+    """What the runtime draws in this pass: the first, then one a step, each [N_s, 3, H, W]."""
+    sampler = settings.sampler
+    _, steps = plan_steps(manifest.schedule, sampler.time_index, sampler.passes[index], sampler.eta_ddim)
+    draws = [bank.draw(index, step, samples) for step in (INITIAL, *range(len(steps)))]
+    return [torch.from_numpy(draw.copy()).to(torch.get_default_device()) for draw in draws]

@@ -1,0 +1,52 @@
+"""What a measurement depends on, recorded with it."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+from mdps.runtime.choice import cpu_model
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.threads import available_cpus
+
+PACKAGES = ("mdps", "numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "torch", "timm", "anomalib")
+
+
+def machine_facts(manifest: Manifest) -> dict[str, Any]:
+    """Processor, cores, memory, load, versions, and which bundle with which settings; JSON values."""
+    hashes = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+    return {
+        "cpu": cpu_model(),
+        "cpus": available_cpus(),
+        "cpus_of_host": os.cpu_count(),
+        "memory_mb": _memory_mb(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "bundle": manifest.name,
+        "bundle_sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
+        "checkpoint_sha256": manifest.checkpoint.sha256,
+        "parameters": manifest.network.get("parameters"),
+        "image_size": list(manifest.preprocessing.network_size),
+        "sampler": manifest.settings.sampler.to_json(),
+    }
+
+
+def _memory_mb() -> int | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6)
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

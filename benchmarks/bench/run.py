@@ -1,0 +1,161 @@
+"""The whole benchmark: who takes part, the interleaved rounds, and what is left of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mdps.benchmarks.bench.machine import machine_facts
+from mdps.benchmarks.bench.rounds import Measurement, Say, measure
+from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, baseline, matrix_rate
+from mdps.benchmarks.bench.spec import Spec
+from mdps.runtime.errors import UsageError, require
+from mdps.runtime.manifest import FileEntry, Manifest
+from mdps.runtime.threads import available_cpus
+
+BACKENDS = ("onnxruntime", "openvino")
+WAYS = {
+    "authors": "torch, as the authors wrote it",
+    "eager": "torch, one forward a step",
+    "compile": "torch.compile, one forward a step",
+}
+PEER_NAMES = {"patchcore": "PatchCore", "draem": "DRAEM", "padim": "PaDiM", "efficientad": "EfficientAD"}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Who takes part and how long. `batches` and `samples` are swept on our backends, 1 apart, which all measure."""
+
+    backends: tuple[str, ...] = BACKENDS
+    ways: tuple[str, ...] = tuple(WAYS)
+    peers: tuple[str, ...] = ("patchcore", "draem")
+    batches: tuple[int, ...] = (4,)
+    samples: tuple[int, ...] = (4,)
+    rounds: int = 5
+    warm_up: int = 1
+    threads: int | None = None
+    device: str = "cpu"
+    ckpt: Path | None = None
+    backbone_weights: Path | None = None
+    good: Path | None = None
+    bank_images: int = 32
+    matrix_side: int = 2048
+    patience: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for kind, given, known in (
+            ("backend", self.backends, BACKENDS), ("torch way", self.ways, WAYS), ("peer", self.peers, PEER_NAMES),
+        ):  # fmt: skip
+            for name in given:
+                require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}")
+        require(self.rounds >= 1 and self.warm_up >= 0, "rounds should be at least 1 and warm-up at least 0")
+        require(min((1, *self.batches, *self.samples)) >= 1, "batches and samples should be at least 1")
+        for folder in (self.good, self.backbone_weights):
+            require(folder is None or folder.exists(), f"there is no {folder}: check the path")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Rows, and the machine and bundle they were measured with."""
+
+    rows: list[Row]
+    machine: dict[str, Any]
+
+
+def run_bench(bundle: Path, options: BenchOptions, say: Say = lambda text: None) -> Bench:
+    """Measures everything; a competitor that cannot run is a row with the reason. UsageError, BundleError."""
+    manifest = Manifest.read(bundle)
+    ckpt = find_checkpoint(bundle, manifest, options.ckpt)
+    rate, *specs = _specs(bundle, options, ckpt)
+    machine = machine_facts(manifest)
+    first, *others = _measure([rate, *specs], options, say)
+    ours, samples = baseline(others), manifest.settings.sampler.samples
+    yardstick = Yardstick(
+        cost=Cost.of(manifest, first.facts.get("forward_flop")),
+        samples=samples,
+        image_ms=median(ours.ms) if ours else None,
+        score=ours.facts["score"] if ours else None,
+        matrix_rate=matrix_rate(first),
+    )
+    rows = [yardstick.row(one) for one in others]
+    rows += _sweep([one for one in others if one.spec.kind == "ours" and one.ms], yardstick, options, say)
+    return Bench(rows, machine | _measured(first, yardstick, ours, options))
+
+
+def find_checkpoint(bundle: Path, manifest: Manifest, given: Path | None) -> Path | None:
+    """The checkpoint given, or the one the bundle was made from where it lies beside the bundle under its name."""
+    if given is not None:
+        require(given.exists(), f"there is no checkpoint {given}: check --ckpt")
+        if given.is_file() and FileEntry.of(given).sha256 != manifest.checkpoint.sha256:
+            raise UsageError(
+                f"{given} is not the checkpoint that {bundle} was made from ({manifest.checkpoint.name}): give that one"
+            )
+        return given
+    beside = bundle.resolve().parent / manifest.checkpoint.name
+    same = beside.is_file() and FileEntry.of(beside).sha256 == manifest.checkpoint.sha256
+    return beside if same or beside.is_dir() else None
+
+
+def _specs(bundle: Path, options: BenchOptions, ckpt: Path | None) -> list[Spec]:
+    """The matrix product, then every competitor at one image and the bundle's samples."""
+    common = Spec(
+        name="fp32 matrix product",
+        kind="rate",
+        variant="",
+        bundle=str(bundle),
+        threads=options.threads or available_cpus(),
+        device=options.device,
+        ckpt=str(ckpt) if ckpt else None,
+        backbone_weights=str(options.backbone_weights) if options.backbone_weights else None,
+        good=str(options.good) if options.good else None,
+        bank_images=options.bank_images,
+        matrix_side=options.matrix_side,
+    )
+    ours = [replace(common, name=f"mdps, {name}", kind="ours", variant=name) for name in options.backends]
+    ways = [replace(common, name=WAYS[way], kind="torch", variant=way) for way in options.ways]
+    peers = [replace(common, name=PEER_NAMES[peer], kind="peer", variant=peer) for peer in options.peers]
+    return [common, *ours, *ways, *peers]
+
+
+def _measure(specs: Sequence[Spec], options: BenchOptions, say: Say) -> list[Measurement]:
+    return measure(specs, rounds=options.rounds, warm_up=options.warm_up, patience=options.patience, say=say)
+
+
+def _sweep(ran: Sequence[Measurement], yardstick: Yardstick, options: BenchOptions, say: Say) -> list[Row]:
+    """Each point in rounds of its own with the same backend's single image: at most two processes hold memory."""
+    rows = []
+    for one in ran:
+        points = [
+            replace(one.spec, name=f"{one.spec.name}, batch {count}", batch=count)
+            for count in options.batches if count > 1
+        ] + [
+            replace(one.spec, name=f"{one.spec.name}, N_s = {count}", samples=count)
+            for count in options.samples if count > 1
+        ]  # fmt: skip
+        for point in points:
+            alone = replace(one.spec, samples=1 if point.samples else None)
+            single, many = _measure([alone, point], options, say)
+            rows.append(yardstick.row(many, single))
+    return rows
+
+
+def _measured(
+    rate: Measurement, yardstick: Yardstick, ours: Measurement | None, options: BenchOptions
+) -> dict[str, Any]:
+    return {
+        "threads": rate.spec.threads,
+        "device": rate.facts.get("device_name", options.device),
+        "matrix_gflops_per_s": yardstick.matrix_rate,
+        "matrix_library": rate.facts.get("matrix_library"),
+        "forward_gflop": _giga(rate.facts.get("forward_flop")),
+        "image_gflop": _giga(yardstick.cost.flop),
+        "steps": yardstick.cost.steps,
+        "rounds": options.rounds,
+        "warm_up": options.warm_up,
+        "baseline": ours.spec.name if ours else None,
+    }
+
+
+def _giga(flop: int | None) -> float | None:
+    return None if flop is None else flop / 1e9

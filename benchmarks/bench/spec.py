@@ -1,0 +1,42 @@
+"""What one process is to time, as it travels to that process."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+Kind = Literal["ours", "torch", "peer", "rate"]
+
+
+class SkippedError(Exception):
+    """A competitor that cannot run here; the text is the reason its row gives."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One competitor. `variant` is a backend, a way of running torch, or a peer's name; the rest is the same for all.
+
+    `samples` (N_s) and `batch` are those of this row; `bank_images` good images make a peer's memory, taken from the
+    folder `good` or made up.
+    """
+
+    name: str
+    kind: Kind
+    variant: str
+    bundle: str
+    threads: int
+    device: str = "cpu"
+    batch: int = 1
+    samples: int | None = None
+    ckpt: str | None = None
+    backbone_weights: str | None = None
+    good: str | None = None
+    bank_images: int = 32
+    matrix_side: int = 2048
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: dict[str, Any]) -> Self:
+        """Inverse of `to_json`."""
+        return cls(**obj)

@@ -1,0 +1,85 @@
+"""One competitor's process: reads a command a line from stdin, answers with a JSON object a line.
+
+Started as `python -m mdps.benchmarks.bench.worker SPEC`. Commands: open, run, peak.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+from mdps.benchmarks.bench.competitor import Competitor, extra_of, open_competitor
+from mdps.benchmarks.bench.memory import peak_mb
+from mdps.benchmarks.bench.spec import SkippedError, Spec
+from mdps.runtime.errors import MdpsError
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """Answers commands about one competitor; whatever goes wrong is an answer with the reason under `skipped`."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self._competitor: Competitor | None = None
+        self._commands: dict[str, Callable[[], Answer]] = {"open": self.open, "run": self.run, "peak": self.peak}
+
+    def answer(self, command: str) -> Answer:
+        """The answer to one of open, run, peak."""
+        try:
+            return self._commands[command]()
+        except (SkippedError, MdpsError) as error:
+            return {"skipped": str(error)}
+        except ModuleNotFoundError as error:
+            return {"skipped": _missing(error, self.spec.kind)}
+        except Exception as error:  # a competitor's library may raise anything, and the others must go on
+            traceback.print_exc()
+            return {"skipped": f"{type(error).__name__}: {_first_line(error)}"}
+
+    def open(self) -> Answer:
+        """Load it and judge the first image."""
+        start = time.perf_counter()
+        self._competitor = open_competitor(self.spec)
+        load_ms = (time.perf_counter() - start) * 1000
+        first = self.run()
+        facts = self._competitor.facts
+        return {**facts, "load_ms": load_ms, "first_ms": first["ms"], "score": first["score"]}
+
+    def run(self) -> Answer:
+        """Judge a batch once."""
+        assert self._competitor is not None
+        outcome, ms = self._competitor.timer(self._competitor.run)
+        return {"ms": ms, "score": outcome.score, "passes_ms": outcome.passes_ms}
+
+    def peak(self) -> Answer:
+        """Memory held at most so far."""
+        return {"peak_mb": peak_mb()}
+
+
+def _missing(error: ModuleNotFoundError, kind: str) -> str:
+    return f"not installed: pip install 'mdps[{extra_of(kind)}]' (there is no {error.name})"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def serve(worker: Worker, commands: Iterable[str], answers: TextIO) -> None:
+    """Answers until the commands end."""
+    for line in commands:
+        answers.write(json.dumps(worker.answer(line.strip())) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serves this process's stdin; what libraries print goes to stderr, so that answers stay alone on stdout."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(Worker(Spec.from_json(json.loads(sys.argv[1]))), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
