@@ -74,7 +74,10 @@ class Preprocessing(Record):
         box = self._roi_box(picture.size, describe(image))
         height, width = self.image_size
         # Cutting before resizing keeps pixels outside the region from bleeding in.
-        picture = picture.crop(box).resize((width, height), Image.Resampling.BILINEAR)
+        picture = picture.crop(box)
+        # Two calls, because Pillow's releases differ in which axis goes first and it rounds in between.
+        for size in ((width, picture.height), (width, height)):
+            picture = picture.resize(size, Image.Resampling.BILINEAR)
         return to_unit(np.asarray(picture.crop(self._crop_box())))
 
     def covered_box(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
