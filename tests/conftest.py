@@ -94,3 +94,37 @@ def tiny_bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 
     options = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("bundles") / "tiny", options)
+
+
+UNET_VARIANTS: dict[str, dict[str, Any]] = {
+    "biggan": {},
+    "scale_shift": {"scale_shift_norm": True, "num_head_channels": 16},
+    "strided_new_attention": {"resblock_updown": False, "new_attention_order": True},
+    "pooled_one_head": {"resblock_updown": False, "conv_resample": False, "num_heads": 1},
+    "asymmetric_strided": {"resblock_updown": False, "asymmetric_padding": True},
+    "shifted_frequencies": {"frequency_shift": 1.0, "norm_eps": 1e-6, "num_res_blocks": 2},
+}
+
+
+@pytest.fixture(params=UNET_VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """Each supported variant of the U-Net by name."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_network() -> Callable[..., Any]:
+    """Makes a frozen 16 x 16 network of a variant, seeded, its norms away from 1 and 0."""
+    import torch
+
+    from mdps.models.unet import UNet, UNetConfig
+
+    def make(variant: str, mult: tuple[int, ...] = (1, 2)) -> Any:
+        fields = {"num_res_blocks": 1, "attention_factors": (2,)} | UNET_VARIANTS[variant]
+        torch.manual_seed(0)
+        network = UNet(UNetConfig(image_size=16, model_channels=32, channel_mult=mult, **fields))
+        for parameter in network.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        return network.eval().requires_grad_(False)
+
+    return make

@@ -1,5 +1,6 @@
 """Recorded step graphs on ONNX Runtime against autograd and the oracle, for every U-Net variant and every rule."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,10 @@ from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models import oracle as o
-from mdps.models.unet import UNet, UNetConfig
+from mdps.models.unet import UNet
 
 INPUTS = dict.fromkeys(("x_t", "observation", "mask", "noise", "mask_noise"), ("batch",))
-VARIANTS = {
-    "biggan": {},
-    "scale_shift": {"scale_shift_norm": True, "num_head_channels": 16},
-    "strided_new_attention": {"resblock_updown": False, "new_attention_order": True},
-    "pooled_one_head": {"resblock_updown": False, "conv_resample": False, "num_heads": 1},
-    "asymmetric_strided": {"resblock_updown": False, "asymmetric_padding": True},
-    "shifted_frequencies": {"frequency_shift": 1.0, "norm_eps": 1e-6, "num_res_blocks": 2},
-}
 ALPHA, ALPHA_S, TIMESTEP = 0.6, 0.7, 99
-
-
-def make_network(variant: str) -> UNet:
-    fields = {"num_res_blocks": 1, "attention_factors": (2,)} | VARIANTS[variant]
-    torch.manual_seed(0)
-    network = UNet(UNetConfig(image_size=16, model_channels=32, channel_mult=(1, 2), **fields))
-    for parameter in network.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return network.eval().requires_grad_(False)
 
 
 def feeds(batch: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -97,9 +81,10 @@ def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
     return float((found - reference).abs().max() / reference.abs().max())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
-def test_every_variant_at_every_batch(variant: str, norms: NormForm, tmp_path: Path) -> None:
+def test_every_variant_at_every_batch(
+    variant: str, norms: NormForm, tmp_path: Path, make_network: Callable[..., UNet]
+) -> None:
     network, rules = make_network(variant), StepRules()
     graph = session(network, rules, tmp_path, norms=norms)
     for batch in (1, 2, 5):
@@ -118,14 +103,14 @@ def test_every_variant_at_every_batch(variant: str, norms: NormForm, tmp_path: P
     ],
     ids=str,
 )
-def test_every_rule(rules: StepRules, tmp_path: Path) -> None:
+def test_every_rule(rules: StepRules, tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     network, values = make_network("scale_shift"), feeds(2)
     found = run(session(network, rules, tmp_path), values)
     for got, reference in zip(found, wanted(network, rules, values), strict=True):
         assert relative(got, reference) < 1e-4
 
 
-def test_the_plain_step_is_the_guided_one_at_scale_zero(tmp_path: Path) -> None:
+def test_the_plain_step_is_the_guided_one_at_scale_zero(tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     network, values = make_network("biggan"), feeds(3) | {"guidance_scale": np.zeros((), np.float32)}
     guided = run(session(network, StepRules(), tmp_path), values)
     for norms in (Grouped(), ByChannel()):
@@ -134,7 +119,7 @@ def test_the_plain_step_is_the_guided_one_at_scale_zero(tmp_path: Path) -> None:
         assert relative(plain[1], guided[1]) < 1e-5
 
 
-def test_a_residual_of_zero_has_no_gradient(tmp_path: Path) -> None:
+def test_a_residual_of_zero_has_no_gradient(tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     network, values = make_network("biggan"), feeds(1)
     graph = session(network, StepRules(), tmp_path)
     eps = run(graph, values)[1].numpy()
@@ -143,13 +128,13 @@ def test_a_residual_of_zero_has_no_gradient(tmp_path: Path) -> None:
     assert torch.isfinite(gradient).all()
 
 
-def test_two_images_have_two_gradients(tmp_path: Path) -> None:
+def test_two_images_have_two_gradients(tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     graph = session(make_network("biggan"), StepRules(), tmp_path)
     one, other = run(graph, feeds(1, seed=1))[2], run(graph, feeds(1, seed=2))[2]
     assert (one - other).abs().max() > 0.1 * one.abs().max()
 
 
-def test_the_graph_is_lean(tmp_path: Path) -> None:
+def test_the_graph_is_lean(tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     """No shape arithmetic, and normalisation kept whole: what the make of this exporter promises."""
     example: dict[str, Any] = {name: torch.from_numpy(v) for name, v in feeds(1).items()} | {"mask_noise": None}
     module = GuidedStep(Denoiser(prepare_input_gradients(make_network("biggan")), "eps"), StepRules())  # type: ignore[arg-type]
@@ -157,7 +142,7 @@ def test_the_graph_is_lean(tmp_path: Path) -> None:
     assert not {"Shape", "Gather", "GatherND", "Unsqueeze", "Cast", "Expand", "ConstantOfShape"} & set(kinds)
 
 
-def test_graphs_share_their_weights(tmp_path: Path) -> None:
+def test_graphs_share_their_weights(tmp_path: Path, make_network: Callable[..., UNet]) -> None:
     network = make_network("biggan")
     weights = WeightStore(tmp_path / "weights")
     example: dict[str, Any] = {name: torch.from_numpy(v) for name, v in feeds(1).items()} | {"mask_noise": None}
