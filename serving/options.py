@@ -145,7 +145,7 @@ def bench_choices(command: Command) -> Command:
         ),
         click.option("--good", type=path, help="Good parts for the peers' memory [default: made-up images]."),
         click.option(
-            "--bank-images", type=click.IntRange(1), default=32, show_default=True, help="How many of them."
+            "--bank-images", type=click.IntRange(1), default=200, show_default=True, help="How many of them."
         ),
         click.option("--backbone-weights", type=path, help="Of the feature network, for torch, as at the export."),
         click.option(

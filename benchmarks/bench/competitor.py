@@ -1,6 +1,7 @@
 """The seam between the harness and what it times."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 from mdps.benchmarks.bench.spec import Spec
@@ -36,6 +37,7 @@ def open_competitor(spec: Spec) -> Competitor:
 
         return Eager(spec)
     if spec.kind == "peer":
+        import_module("anomalib")  # where it is missing, that is known before torch is loaded
         from mdps.benchmarks.bench.peers import open_peer
 
         return open_peer(spec)

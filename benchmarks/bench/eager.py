@@ -36,7 +36,6 @@ class Eager:
 
     def __init__(self, spec: Spec) -> None:
         torch.set_num_threads(spec.threads)
-        torch.set_default_device(spec.device)  # the oracle makes its constants on the default device
         manifest = Manifest.read(spec.bundle)
         self.timer: Timer = torch_timer(spec.device)
         self.facts: dict[str, Any] = {"note": f"torch {torch.__version__}"}
@@ -44,7 +43,9 @@ class Eager:
         denoiser = _denoiser(spec, manifest)
         network = _way(spec.variant, denoiser.network.to(spec.device))
         self._eps = eps_of(network, denoiser.prediction, denoiser.schedule)
-        self._features = features_of(_backbone(spec, self._settings), self._settings)
+        backbone = _backbone(spec, self._settings)
+        torch.set_default_device(spec.device)  # there the oracle makes its constants
+        self._features = features_of(backbone, self._settings)
         size = manifest.preprocessing.network_size
         images = np.stack([observation(size, index) for index in range(spec.batch)])
         self._y = torch.from_numpy(images).to(spec.device)

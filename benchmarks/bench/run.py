@@ -39,7 +39,7 @@ class BenchOptions:
     ckpt: Path | None = None
     backbone_weights: Path | None = None
     good: Path | None = None
-    bank_images: int = 32
+    bank_images: int = 200
     matrix_side: int = 2048
     patience: float = 1800.0
 

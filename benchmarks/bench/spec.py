@@ -29,7 +29,7 @@ class Spec:
     ckpt: str | None = None
     backbone_weights: str | None = None
     good: str | None = None
-    bank_images: int = 32
+    bank_images: int = 200
     matrix_side: int = 2048
 
     def to_json(self) -> dict[str, Any]:
