@@ -74,6 +74,7 @@ def test_the_rows_hold_what_is_promised(run: tuple[list[dict[str, Any]], Path]) 
     assert rows[0]["ratio_to_ours"] == 1
     assert rows[0]["cold_ms"] > rows[0]["median_ms"] > rows[0]["step_ms"] > 0
     assert rows[0]["runs"] == 3
+    assert 20 < rows[0]["loaded_mb"] <= rows[0]["peak_mb"]
     assert 0 < rows[0]["share_of_matrix_rate"] < 2
     assert ours["images_per_second"] == pytest.approx(2000 / ours["median_ms"])
     assert 0.3 < ours["ratio_to_single"] < 2

@@ -5,15 +5,13 @@ gradient and once more for eps), "eager" (one forward, whose output is eps too),
 under torch.compile). All compute the same score.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mdps.benchmarks.bench.competitor import Outcome
 from mdps.benchmarks.bench.picture import observation
@@ -23,12 +21,11 @@ from mdps.models import oracle as oracles
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser
 from mdps.models.oracle import Oracle
+from mdps.models.oracle_setup import Network, eps_of, features_of, oracle_of
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, NoiseBank
-from mdps.runtime.schedule import NoiseSchedule, plan_steps
+from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import Settings
-
-Network = Callable[[Tensor, Tensor], Tensor]
 
 
 class Eager:
@@ -53,7 +50,7 @@ class Eager:
         bank = NoiseBank(self._settings.sampler.seed, (3, *size))
         self._passes = [
             (
-                oracle_of(self._settings, manifest.schedule, index),
+                oracle_of(self._settings, manifest.schedule.betas, index),
                 _noise(bank, self._settings, manifest, index, samples),
             )
             for index in range(len(self._settings.sampler.passes))
@@ -137,60 +134,6 @@ def _compiled(network: Network) -> Network:
             raise SkippedError(f"torch.compile cannot compile the network here: {reason}") from error
 
     return call
-
-
-def eps_of(network: Network, prediction: str, schedule: NoiseSchedule) -> oracles.Eps:
-    """eps from a network that predicts eps, v (Salimans & Ho, 2022) or x0."""
-    alphas = schedule.alphas_cumprod.tolist()
-
-    def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
-        output = network(x_t, timestep.to(x_t.device))[:, :3]
-        if prediction == "eps":
-            return output
-        a = alphas[int(timestep)]
-        if prediction == "v":
-            return math.sqrt(1 - a) * x_t + math.sqrt(a) * output
-        return (x_t - math.sqrt(a) * output) / math.sqrt(1 - a)
-
-    return eps
-
-
-def features_of(backbone: Backbone | None, settings: Settings) -> oracles.Features:
-    """Stage features of images in [-1, 1], enlarged to the size the backbone was trained on."""
-    if backbone is None:
-        return lambda image: []
-    network, wanted = backbone, settings.score.feature_size or 0
-    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (network.mean, network.std))
-
-    def features(image: Tensor) -> Sequence[Tensor]:
-        if min(image.shape[-2:]) < wanted:
-            image = F.interpolate(image, [max(wanted, side) for side in image.shape[-2:]], mode="bilinear")
-        stages: Sequence[Tensor] = network(((image + 1) / 2 - mean) / std)
-        return stages
-
-    return features
-
-
-def oracle_of(settings: Settings, schedule: NoiseSchedule, pass_index: int) -> Oracle:
-    """The oracle's settings of one pass."""
-    sampler, score = settings.sampler, settings.score
-    one = sampler.passes[pass_index]
-    return Oracle(
-        alphas_cumprod=torch.from_numpy(schedule.alphas_cumprod.copy()),
-        reference=settings.mode == "reference",
-        noise_level=one.noise_level,
-        steps=one.steps or 0,
-        skip=one.skip or 0,
-        guidance_scale=one.guidance_scale,
-        squared_norm=sampler.guidance_norm == "squared",
-        use_jacobian=sampler.gradient == "exact",
-        eta_ddim=sampler.eta_ddim,
-        eta=score.eta,
-        mask_lambda=settings.mask.mask_lambda,
-        top=score.top,
-        pixel_term=score.eta > 0,
-        feature_term=bool(score.stages),
-    )
 
 
 def _noise(bank: NoiseBank, settings: Settings, manifest: Manifest, index: int, samples: int) -> list[Tensor]:

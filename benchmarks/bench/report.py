@@ -75,6 +75,7 @@ COLUMNS: dict[str, Cell] = {
     "p95 ms": lambda row: _number(row.p95_ms),
     "times ours": lambda row: f"{row.ratio_to_ours:.2f}" if row.ratio_to_ours else "",
     "peak MB": lambda row: _number(row.peak_mb),
+    "of it to load": lambda row: _number(row.loaded_mb),
     "cold start ms": lambda row: _number(row.cold_ms),
     "step ms": lambda row: _number(row.step_ms),
     "outside steps ms": lambda row: _number(row.outside_ms),

@@ -43,14 +43,16 @@ class Row:
 
     `ratio_to_ours` compares the time an image takes with that of the default backend (above 1 is slower);
     `ratio_to_single` that of a batch or of several samples with one image and one sample of the same competitor.
-    `cold_ms` is loading and the first image; `step_ms` one step of sampling, `outside_ms` all but the steps, both a
-    batch. `gflops_per_s` counts useful FLOPs in the steps, `share_of_matrix_rate` divides by the machine's fp32 rate.
+    `loaded_mb` is the peak of memory before the first image. `cold_ms` is loading and the first image; `step_ms` one
+    step of sampling, `outside_ms` all but the steps, both a batch. `gflops_per_s` counts useful FLOPs in the steps,
+    `share_of_matrix_rate` divides by the machine's fp32 rate.
     """
 
     name: str
     median_ms: float | None = None
     p95_ms: float | None = None
     peak_mb: float | None = None
+    loaded_mb: float | None = None
     ratio_to_ours: float | None = None
     ratio_to_single: float | None = None
     runs: int = 0
@@ -102,6 +104,7 @@ class Yardstick:
             median_ms=middle,
             p95_ms=float(np.percentile(one.ms, 95)),
             peak_mb=one.peak_mb,
+            loaded_mb=one.facts.get("loaded_mb"),
             ratio_to_ours=image_ms / self.image_ms if self.image_ms else None,
             ratio_to_single=image_ms / median(single.ms) if single is not None and single.ms else None,
             runs=len(one.ms),

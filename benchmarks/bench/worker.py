@@ -44,9 +44,9 @@ class Worker:
         start = time.perf_counter()
         self._competitor = open_competitor(self.spec)
         load_ms = (time.perf_counter() - start) * 1000
+        loaded = {"load_ms": load_ms, "loaded_mb": peak_mb()}
         first = self.run()
-        facts = self._competitor.facts
-        return {**facts, "load_ms": load_ms, "first_ms": first["ms"], "score": first["score"]}
+        return {**self._competitor.facts, **loaded, "first_ms": first["ms"], "score": first["score"]}
 
     def run(self) -> Answer:
         """Judge a batch once."""
