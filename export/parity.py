@@ -1,6 +1,6 @@
 """The gate at the end of an export: what was written must compute what the oracle computes, or there is no bundle."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,18 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from mdps.export.step import eps_coefficients
 from mdps.models import oracle as oracles
 from mdps.models.backbones import Backbone
 from mdps.models.checkpoints import Denoiser
-from mdps.models.oracle import Oracle
+from mdps.models.oracle_setup import eps_of, features_of, oracle_of
 from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL
 from mdps.runtime.pipeline import Pipeline
 from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.schedule import Step
 from mdps.runtime.session import Session
-from mdps.runtime.settings import Settings
 
 Array = NDArray[np.float32]
 TOLERANCES = {
@@ -68,7 +66,7 @@ def check_parity(
     """Runs every graph beside the oracle on two pictures of noise; the report, or ParityError outside tolerance."""
     report = Report()
     y = _pictures(size)
-    eps = _eps(denoiser)
+    eps = eps_of(denoiser.network, denoiser.prediction, denoiser.schedule)
     with torch.no_grad():
         for index, _ in enumerate(pipeline.settings.sampler.passes):
             _check_first_step(report, pipeline, eps, y, index)
@@ -92,39 +90,6 @@ def _pictures(size: tuple[int, int]) -> Array:
     layers = [torch.from_numpy(stream.standard_normal((2, 3, n, n)).astype(np.float32)) for n in (3, 9, 31)]
     layers = [F.interpolate(layer, size, mode="bilinear") for layer in layers]
     return np.asarray(torch.tanh(0.5 * torch.stack(layers).sum(dim=0)).numpy())
-
-
-def _eps(denoiser: Denoiser) -> oracles.Eps:
-    alphas = torch.tensor(denoiser.schedule.alphas_cumprod, dtype=torch.float32)
-
-    def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
-        p, q = eps_coefficients(denoiser.prediction, alphas[int(timestep)])
-        output: Tensor = denoiser.network(x_t, timestep)[:, :3]
-        return p * x_t + q * output
-
-    return eps
-
-
-def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Oracle:
-    """The oracle's settings of one pass."""
-    sampler, score = settings.sampler, settings.score
-    one = sampler.passes[pass_index]
-    return Oracle(
-        alphas_cumprod=torch.cumprod(1 - torch.tensor(betas, dtype=torch.float64), dim=0),
-        reference=settings.mode == "reference",
-        noise_level=one.noise_level,
-        steps=one.steps or 0,
-        skip=one.skip or 0,
-        guidance_scale=one.guidance_scale,
-        squared_norm=sampler.guidance_norm == "squared",
-        use_jacobian=sampler.gradient == "exact",
-        eta_ddim=sampler.eta_ddim,
-        eta=score.eta,
-        mask_lambda=settings.mask.mask_lambda,
-        top=score.top,
-        pixel_term=score.eta > 0,
-        feature_term=bool(score.stages),
-    )
 
 
 def _noise(pipeline: Pipeline, pass_index: int, images: int) -> oracles.Noise:
@@ -213,7 +178,7 @@ def _check_bounded(samples: Array, norm: str) -> None:
 def _check_whole(report: Report, pipeline: Pipeline, eps: oracles.Eps, backbone: Backbone | None, y: Array) -> None:
     """Both passes and the scores; the oracle's last pass runs under the runtime's mask, compared on its own."""
     sampler, ty = pipeline.settings.sampler, torch.from_numpy(y)
-    features = _features(backbone, pipeline.settings)
+    features = features_of(backbone, pipeline.settings)
     found = pipeline.inspect(y, mask_range=(0.0, 1.0))
     _check_bounded(found.posterior_samples, sampler.guidance_norm)
     frozen = (torch.tensor(0.0), torch.tensor(1.0)) if pipeline.settings.mask.range != "per-image" else (None, None)
@@ -231,19 +196,3 @@ def _check_whole(report: Report, pipeline: Pipeline, eps: oracles.Eps, backbone:
     report.compare("posterior_sample", found.posterior_samples, samples[-1])
     report.compare("anomaly_map", found.anomaly_map, anomaly_map, floor=MAP_FLOOR)
     report.compare("anomaly_score", found.anomaly_score, score, floor=MAP_FLOOR)
-
-
-def _features(backbone: Backbone | None, settings: Settings) -> Callable[[Tensor], Sequence[Tensor]]:
-    """Stage features of images in [-1, 1], before any pooling or scaling to unit length."""
-    if backbone is None:
-        return lambda image: []
-    network, wanted = backbone, settings.score.feature_size or 0
-    mean, std = (torch.tensor(v).reshape(1, 3, 1, 1) for v in (network.mean, network.std))
-
-    def features(image: Tensor) -> Sequence[Tensor]:
-        size = [max(wanted, side) for side in image.shape[-2:]]
-        image = F.interpolate(image, size, mode="bilinear") if min(image.shape[-2:]) < wanted else image
-        stages: Sequence[Tensor] = network(((image + 1) / 2 - mean) / std)
-        return stages
-
-    return features

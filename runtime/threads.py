@@ -1,4 +1,4 @@
-"""How many processors this process may really use: affinity, and the quota of a container."""
+"""How many processors this process may really use: affinity, the quota of a container, and OMP_NUM_THREADS."""
 
 import math
 import os
@@ -6,8 +6,11 @@ from pathlib import Path
 
 
 def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """The smaller of the processors this process may run on and its cgroup quota (version 1 or 2), at least 1."""
-    limits = [_affinity(), *_quotas(proc, root)]
+    """The smallest of the processors this process may run on, its cgroup quota (version 1 or 2) and OMP_NUM_THREADS.
+
+    At least 1. The variable is how processes that share a machine are told to keep to their part, in whatever library.
+    """
+    limits = [_affinity(), *_quotas(proc, root), *_asked()]
     return max(1, math.ceil(min(limits)))
 
 
@@ -15,6 +18,11 @@ def _affinity() -> float:
     if hasattr(os, "sched_getaffinity"):
         return float(len(os.sched_getaffinity(0)))
     return float(os.cpu_count() or 1)
+
+
+def _asked() -> list[float]:
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return [float(asked)] if asked.isdecimal() and int(asked) > 0 else []
 
 
 def _quotas(proc: Path, root: Path) -> list[float]:

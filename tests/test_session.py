@@ -381,6 +381,7 @@ def test_a_damaged_program_is_a_sentence(tmp_path, content):
 )
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, cgroup, files, expected):
     monkeypatch.setattr("mdps.runtime.threads._affinity", lambda: 64.0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, content in files.items():
         path = tmp_path / "fs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -388,6 +389,13 @@ def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, cgroup, files, e
     proc = tmp_path / "proc"
     proc.write_text(cgroup)
     assert available_cpus(proc, tmp_path / "fs") == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("2", 2), ("99", 64), ("0", 64), ("many", 64), ("", 64)])
+def test_omp_num_threads_limits_it(tmp_path, monkeypatch, asked, expected):
+    monkeypatch.setattr("mdps.runtime.threads._affinity", lambda: 64.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert available_cpus(tmp_path / "absent", tmp_path / "absent") == expected
 
 
 def test_some_processor_is_always_available(tmp_path):
