@@ -27,9 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/mdps demo
 
-# One thread a worker: two workers with all threads each only slow each other down.
+# One thread a worker, or they only slow each other down; a file to one worker, or both build what its tests share.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --durations 15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -366,10 +366,11 @@ Examples:
 )
 @AS_JSON
 @TRACEBACK
-def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> None:
+def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     """Time a bundle beside torch and other detectors, one image at a time, in one interleaved run.
 
-    Prints a table, or with --json a list of rows. Leave the machine alone meanwhile.
+    Prints a table, or with --json a list of rows; who cannot run here is named with the reason. Exit code 1 where
+    nobody could. Leave the machine alone meanwhile.
     """
     from mdps.benchmarks.bench.report import markdown, write_report
     from mdps.benchmarks.bench.run import BenchOptions, run_bench
@@ -381,6 +382,7 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> None
     if out is not None:
         write_report(result, out)
     click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
+    return 0 if any(row.median_ms is not None for row in result.rows) else 1
 
 
 def main() -> None:

@@ -27,9 +27,11 @@ from mdps.benchmarks.bench.run import Bench, BenchOptions, find_checkpoint, run_
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.timer import EventTimer, WallTimer, torch_timer
 from mdps.benchmarks.bench.worker import Worker, serve
+from mdps.cli import cli
 from mdps.models.unet import AttentionBlock
 from mdps.runtime import UsageError, load
 from mdps.runtime.manifest import Manifest
+from mdps.serving import terminal
 
 CONTRACT = ("name", "median_ms", "p95_ms", "peak_mb", "ratio_to_ours")
 
@@ -390,6 +392,7 @@ def test_nothing_but_skipped_rows_is_still_a_result(
         return [Measurement(spec, skipped="not today") for spec in specs]
 
     monkeypatch.setattr("mdps.benchmarks.bench.run.measure", nobody)
+    assert terminal.run(cli, ["bench", "--json", str(bundle)]) == 1
     bench = run_bench(bundle, BenchOptions())
     assert [row.skipped for row in bench.rows] == ["not today"] * 7
     write_report(bench, tmp_path / "out")

@@ -41,7 +41,8 @@ def _heading(machine: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, load {machine['load_average']}",
         f"medians of {machine['rounds']} interleaved rounds; "
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items()),
-        f"fp32 matrix product {_number(rate)} GFLOP/s; the denoiser's work {_number(flop)} GFLOP an image and sample",
+        f"fp32 matrix product {_number(rate) or 'not measured'} GFLOP/s; "
+        f"the denoiser's work {_number(flop) or 'not counted'} GFLOP an image and sample",
     ]
     return "  \n".join(lines)
 
