@@ -34,18 +34,22 @@ def judge(bundle: Path, paths: Sequence[Path]) -> list[Result]:
 
 
 def scores(paths: Sequence[Path], results: Sequence[Result]) -> tuple[float, float]:
-    """Image and pixel AUROC at 64 x 64; a pixel of the mask counts where at least half of it is defective."""
+    """Image and pixel AUROC, the maps enlarged to the size of the ground truth's masks."""
     masks = np.stack([mask_of(path) for path in paths])
-    maps = np.stack([result.anomaly_map for result in results])
-    return auroc([m.any() for m in masks], [r.score for r in results]), pixel_auroc(masks, maps)
+    size = masks.shape[:0:-1]
+    maps = [Image.fromarray(result.anomaly_map).resize(size, Image.Resampling.BILINEAR) for result in results]
+    return auroc([m.any() for m in masks], [r.score for r in results]), pixel_auroc(
+        masks, np.stack([np.asarray(m) for m in maps])
+    )
 
 
 def mask_of(path: Path) -> np.ndarray:
     if path.parent.name == "good":
-        return np.zeros((64, 64), dtype=bool)
+        with Image.open(path) as image:
+            return np.zeros((image.height, image.width), dtype=bool)
     file = path.parents[2] / "ground_truth" / path.parent.name / f"{path.stem}_mask.png"
     with Image.open(file) as mask:
-        return np.asarray(mask.convert("L").resize((64, 64), Image.Resampling.BOX)) >= 128
+        return np.asarray(mask.convert("L")) >= 128
 
 
 def test_every_fourth_test_image(bundle: Path, shared: Path) -> None:
