@@ -205,7 +205,6 @@ class _Writer:
         )
 
     def _record(self, role: str, variant: str, module: nn.Module, weights: WeightStore) -> None:
-        self.say(f"writing {role}.onnx")
         image = self._image(1)
         replace_rule = self.settings.sampler.mask_rule == "replace"
         inputs: dict[str, Tensor | None] = {
