@@ -2,8 +2,7 @@
 
 `Grouped` reshapes the image to its groups and keeps the normalisation one node, which ONNX Runtime runs in one kernel.
 `ByChannel` takes means of channels and averages them over groups in a small matrix product, so that the image keeps its
-shape: OpenVINO then needs no change of layout between convolutions and fuses the arithmetic (measured: 53 ms against
-66 ms a guided step of the demo's network, one thread).
+shape: OpenVINO then needs no change of layout between convolutions and fuses the arithmetic.
 """
 
 from collections.abc import Callable
