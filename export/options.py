@@ -8,7 +8,15 @@ from mdps.export.presets import preset
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime.errors import require
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.runtime.settings import PassSettings, SamplerSettings, Settings, paper_settings, top_pixels
+from mdps.runtime.settings import (
+    PassSettings,
+    SamplerSettings,
+    ScoreSettings,
+    Settings,
+    gaussian_kernel,
+    paper_settings,
+    top_pixels,
+)
 
 T = TypeVar("T")
 
@@ -23,9 +31,10 @@ class ExportOptions:
 
     preset: str | None = None
     guidance_backend: Literal["onnx", "traced"] = "onnx"
-    gradient: Literal["exact", "jacobian-free"] = "exact"
+    gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
     guidance_norm: Literal["l2", "squared"] | None = None
     guidance_scale: float | None = None
+    masked_guidance_scale: float | None = None
     noise_level: int | None = None
     steps: int | None = None
     mask_pass: bool | None = None
@@ -35,6 +44,9 @@ class ExportOptions:
     backbone_weights: Path | None = None
     stages: tuple[int, ...] | None = None
     eta: float | None = None
+    feature_size: int | None = None
+    smoothing_sigma: float | None = None
+    top: int | None = None
     mask_lambda: float | None = None
     mask_range: Literal["per-image", "frozen"] | None = None
     crop: Literal["none", "input", "metrics"] | None = None
@@ -54,21 +66,30 @@ class ExportOptions:
             self.preset is None or self.steps is None,
             "--steps belongs to the paper's time index; a preset counts steps by its skip of 20",
         )
-        score = _given(base.score, backbone=self.backbone, stages=self.stages, eta=self.eta)
-        if base.mode == "reference":
-            score = replace(score, top=top_pixels(*size))
         mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range)
-        return replace(base, sampler=self._sampler(base.sampler), score=score, mask=mask)
+        return replace(base, sampler=self._sampler(base.sampler), score=self._score(base, size), mask=mask)
+
+    def _score(self, base: Settings, size: tuple[int, int]) -> ScoreSettings:
+        score = replace(base.score, top=top_pixels(*size)) if base.mode == "reference" else base.score
+        kernel = None if self.smoothing_sigma is None else gaussian_kernel(self.smoothing_sigma)
+        return _given(
+            score, backbone=self.backbone, stages=self.stages, eta=self.eta, feature_size=self.feature_size,
+            smoothing_sigma=self.smoothing_sigma, smoothing_kernel=kernel, top=self.top,
+        )  # fmt: skip
 
     def _sampler(self, base: SamplerSettings) -> SamplerSettings:
         first = self._pass(base.first_pass)
         masked = None if base.masked_pass is None else self._pass(base.masked_pass)
         if self.mask_pass is not None:
             masked = (masked or first) if self.mask_pass else None
-        changed = replace(
-            base, first_pass=first, masked_pass=masked, gradient=self.gradient, samples=self.samples, seed=self.seed
+        if masked is not None:
+            masked = _given(masked, guidance_scale=self.masked_guidance_scale)
+        require(
+            masked is not None or self.masked_guidance_scale is None,
+            "--masked-guidance-scale is of the masked pass, and there is none: add --mask-pass, or leave it out",
         )
-        return _given(changed, guidance_norm=self.guidance_norm)
+        changed = replace(base, first_pass=first, masked_pass=masked, samples=self.samples, seed=self.seed)
+        return _given(changed, gradient=self.gradient, guidance_norm=self.guidance_norm)
 
     def _pass(self, base: PassSettings) -> PassSettings:
         return _given(base, noise_level=self.noise_level, guidance_scale=self.guidance_scale, steps=self.steps)

@@ -19,7 +19,7 @@ class StepRules:
 
     mask_rule: Literal["blend", "replace"] = "blend"
     guidance_norm: Literal["l2", "squared"] = "l2"
-    gradient: Literal["exact", "jacobian-free"] = "exact"
+    gradient: Literal["exact", "jacobian-free", "ddad"] = "exact"
     prediction: Prediction = "eps"
 
 
@@ -116,7 +116,13 @@ class GuidedStep(PlainStep):
         return self._update(x, observation, mask, noise, guided, alpha_t, alpha_s, sigma_t), eps, gradient
 
     def _guidance(self, x: Tensor, y: Tensor, timestep: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """eps and the gradient of ||x0_hat - y|| with respect to x_t: (u - sqrt(1 - a) J^T u) / sqrt(a)."""
+        """eps and the gradient of ||x0_hat - y|| with respect to x_t: (u - sqrt(1 - a) J^T u) / sqrt(a).
+
+        DDAD pulls x_t towards y_t instead, the observation under the predicted noise: x_t - y_t = sqrt(a) (x0_hat - y).
+        """
+        if self.rules.gradient == "ddad":
+            eps = self.denoiser(x, timestep, alpha)
+            return eps, x - torch.sqrt(alpha) * y - torch.sqrt(1 - alpha) * eps
         if self.rules.gradient == "jacobian-free":
             eps = self.denoiser(x, timestep, alpha)
             return eps, self._direction(x, y, eps, alpha) * torch.rsqrt(alpha)

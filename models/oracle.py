@@ -32,6 +32,7 @@ class Oracle:
     guidance_scale: float = 100.0  # rho, w
     squared_norm: bool = False
     use_jacobian: bool = True
+    ddad: bool = False  # x_t - y_t for the gradient (Mousakhan et al. 2023)
     eta_ddim: float = 1.0
     eta: float = 0.3
     mask_lambda: float = 0.1
@@ -64,6 +65,9 @@ def guidance_gradient(
     eps: Eps, x_t: Tensor, y: Tensor, timestep: int, a: float, oracle: Oracle
 ) -> tuple[Tensor, Tensor]:
     """eps_theta and the gradient of ||y - x0_hat|| (eqn. 16; squared on request) by x_t, each image alone."""
+    if oracle.ddad:
+        e = eps(x_t, torch.tensor(float(timestep))).detach()
+        return e, x_t - (math.sqrt(a) * y + math.sqrt(1 - a) * e)
     x_t = x_t.detach().requires_grad_()
     with torch.enable_grad():
         e = eps(x_t, torch.tensor(float(timestep)))

@@ -61,6 +61,7 @@ def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Or
         guidance_scale=one.guidance_scale,
         squared_norm=sampler.guidance_norm == "squared",
         use_jacobian=sampler.gradient == "exact",
+        ddad=sampler.gradient == "ddad",
         eta_ddim=sampler.eta_ddim,
         eta=score.eta,
         mask_lambda=settings.mask.mask_lambda,

@@ -192,6 +192,7 @@ def _join(parts: list[Inspection]) -> Inspection:
         anomaly_score=np.concatenate([part.anomaly_score for part in parts]),
         mask=np.concatenate([part.mask for part in parts]),
         first_map=np.concatenate([part.first_map for part in parts]),
+        first_score=np.concatenate([part.first_score for part in parts]),
         posterior_samples=np.concatenate([part.posterior_samples for part in parts]),
         times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
     )

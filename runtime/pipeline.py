@@ -22,14 +22,16 @@ Array = NDArray[np.float32]
 class Inspection:
     """What was found on B images with N_s samples each.
 
-    `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `mask` [B, 1, H, W], made from `first_map`, is the one the masked
-    pass ran under; `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B.
+    `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `first_map` and `first_score` are those of the first pass (the same
+    where there is no other); `mask` [B, 1, H, W], made from `first_map`, is the one the masked pass ran under;
+    `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B.
     """
 
     anomaly_map: Array
     anomaly_score: Array
     mask: Array
     first_map: Array
+    first_score: Array
     posterior_samples: Array
     times: dict[str, float]
 
@@ -70,6 +72,7 @@ class Pipeline:
             anomaly_score=found["anomaly_score"],
             mask=first["mask"],
             first_map=first["anomaly_map"],
+            first_score=first["anomaly_score"],
             posterior_samples=samples,
             times=clock.times,
         )

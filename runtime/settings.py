@@ -25,12 +25,17 @@ class PassSettings(Record):
 
 @dataclass(frozen=True)
 class SamplerSettings(Record):
-    """How posterior samples are drawn (Algorithm 1); `masked_pass` None means that one unmasked pass is all."""
+    """How posterior samples are drawn (Algorithm 1); `masked_pass` None means that one unmasked pass is all.
+
+    `gradient`: "exact" is that of the norm of y - x0_hat by x_t; "jacobian-free" takes eps as constant in it; "ddad" is
+    x_t - y_t with y_t the observation under the predicted noise (DDAD, Mousakhan et al. 2023). Only "exact" needs the
+    network's vector-Jacobian product, at twice the cost of a forward.
+    """
 
     time_index: Literal["paper", "reference"]
     mask_rule: Literal["blend", "replace"]
     guidance_norm: Literal["l2", "squared"]
-    gradient: Literal["exact", "jacobian-free"]
+    gradient: Literal["exact", "jacobian-free", "ddad"]
     eta_ddim: float
     first_pass: PassSettings
     masked_pass: PassSettings | None
@@ -111,6 +116,11 @@ class Settings(Record):
     sampler: SamplerSettings
     score: ScoreSettings
     mask: MaskSettings
+
+
+def gaussian_kernel(sigma: float) -> int:
+    """Odd number of pixels that hold four sigma on either side: the authors' 33 at their sigma of 4, 1 for none."""
+    return 2 * round(4 * sigma) + 1
 
 
 def top_pixels(height: int, width: int) -> int:

@@ -86,6 +86,10 @@ class TracedSession:
 
     def _eps_and_gradient(self, x: Any, y: Any, timestep: Any, root_a: Any, root_noise: Any) -> tuple[Any, Any]:
         torch, exact = self._torch, self._settings.gradient == "exact"
+        if self._settings.gradient == "ddad":
+            with torch.no_grad():
+                e = self._eps(x, timestep, root_a, root_noise)
+            return e, x - (root_a * y + root_noise * e)
         with torch.enable_grad() if exact else torch.no_grad():
             x = x.detach().requires_grad_(exact)
             e = self._eps(x, timestep, root_a, root_noise)

@@ -54,12 +54,18 @@ def export_choices(command: Command) -> Command:
     options = (
         click.option("--preset", help="The authors' settings of a category, such as mvtec/bottle."),
         click.option("--guidance-backend", type=click.Choice(["onnx", "traced"]), default="onnx", show_default=True),
-        click.option("--gradient", type=click.Choice(["exact", "jacobian-free"]), default="exact", show_default=True),
+        click.option(
+            "--gradient", type=click.Choice(["exact", "jacobian-free", "ddad"]),
+            help="What guides: the exact gradient, or one without a backward pass at half the cost [default: exact].",
+        ),
         click.option(
             "--guidance-norm", type=click.Choice(["l2", "squared"]), help="Of the residual whose gradient guides."
         ),
         click.option(
             "--guidance-scale", type=click.FloatRange(0), help="Strength of the guidance (rho, w); 0 for none."
+        ),
+        click.option(
+            "--masked-guidance-scale", type=click.FloatRange(0), help="That of the masked pass [default: the same]."
         ),
         click.option("--noise-level", type=click.IntRange(1), help="Step T that images are noised to."),
         click.option("--steps", type=click.IntRange(1), help="Denoising steps N of a pass."),
@@ -85,6 +91,11 @@ def export_choices(command: Command) -> Command:
         ),
         click.option("--eta", type=click.FloatRange(0), help="Weight of the pixel term."),
         click.option(
+            "--feature-size", type=click.IntRange(1), help="Side that the feature network sees smaller images at."
+        ),
+        click.option("--smoothing-sigma", type=click.FloatRange(0), help="Blur of the map in pixels; 0 for none."),
+        click.option("--top", type=click.IntRange(1), help="How many of the map's pixels the image score counts."),
+        click.option(
             "--crop", type=click.Choice(["none", "input", "metrics"]), help="Cut the centre of the resized image."
         ),
         click.option("--crop-size", type=click.IntRange(1), help="Side of the cut."),
@@ -99,7 +110,7 @@ def export_choices(command: Command) -> Command:
         click.option(
             "--schedule", type=click.Choice(["linear", "scaled_linear", "cosine"]), help="Noise schedule of training."
         ),
-    )
+    )  # fmt: skip
     return _apply(options, command)
 
 
@@ -158,14 +169,46 @@ def bench_choices(command: Command) -> Command:
 
 def training_choices(command: Command) -> Command:
     """What changes a training recipe, under the names of `TrainingConfig`."""
+    more = click.FloatRange(0, min_open=True)
     options = (
-        click.option("--steps", type=click.IntRange(1), help="Training steps [default: 50000, small: 4000]."),
-        click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End within so many minutes."),
-        click.option("--batch", type=click.IntRange(1), help="Images a step [default: 8]."),
-        click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="[default: 1e-4, small: 4e-4]"),
+        click.option("--epochs", type=click.IntRange(1), help="Passes over the images [default: 2000, small: none]."),
+        click.option("--steps", type=click.IntRange(1), help="Training steps, instead of epochs [small: 4000]."),
+        click.option("--minutes", type=more, help="End within so many minutes."),
+        click.option("--batch", type=click.IntRange(1), help="Images a step, of all processes together [default: 8]."),
+        click.option("--optimizer", type=click.Choice(["adam", "adamw"]), help="[default: adam, small: adamw]"),
+        click.option("--learning-rate", type=more, help="[default: 1e-4, small: 4e-4]"),
+        click.option("--weight-decay", type=click.FloatRange(0), help="[default: 0.05, small: 0.01]"),
+        click.option(
+            "--decay", type=click.Choice(["constant", "linear", "cosine"]), help="Of the learning rate "
+            "[default: constant, small: cosine].",
+        ),
+        click.option("--warmup", type=click.IntRange(0), help="Steps the rate rises over [default: 0, small: 100]."),
+        click.option("--clip", type=more, help="Largest norm of the gradient [default: none]."),
+        click.option(
+            "--ema", type=click.FloatRange(0, 1), help="Decay of the weights' average that is kept; 0 keeps the last "
+            "[default: 0, small: 0.999].",
+        ),
+        click.option("--weighting", type=click.Choice(["uniform", "min-snr"]), help="Of the loss [default: uniform]."),
+        click.option(
+            "--low-share", type=click.FloatRange(0, 1), help="Share of timesteps drawn below 260, where sampling works "
+            "[default: 0, small: 0.7].",
+        ),
+        click.option(
+            "--noise", type=click.Choice(["gaussian", "simplex"]), help="Mixed into images; simplex is AnoDDPM's "
+            "[default: gaussian].",
+        ),
         click.option("--flip-horizontal", is_flag=True, default=None, help="Parts may be mirrored left to right."),
         click.option("--flip-vertical", is_flag=True, default=None, help="Parts may be mirrored top to bottom."),
+        click.option("--rotate", is_flag=True, default=None, help="Parts may be turned by quarters."),
+        click.option("--shift", type=click.IntRange(0), help="Parts may be moved by so many pixels [default: 0]."),
         click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]"),
+        click.option("--compile", is_flag=True, default=None, help="Compile the network with torch first."),
         click.option("--seed", type=click.IntRange(0), help="[default: 0]"),
-    )
+        click.option("--log-every", type=click.IntRange(1), help="Steps between lines of the log [default: 100]."),
+        click.option("--checkpoint-every", type=click.IntRange(1), help="Steps between checkpoints [default: 1000]."),
+        click.option(
+            "--sample-every", type=click.IntRange(0), help="Steps between reconstructions to look at; 0: only at the "
+            "end [default: 1000].",
+        ),
+    )  # fmt: skip
     return _apply(options, command)

@@ -249,16 +249,19 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
 
     text = (
         "--ckpt a.pt --out b --force --guidance-backend traced --gradient jacobian-free --guidance-norm squared "
-        "--guidance-scale 5 --noise-level 150 --steps 8 --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
+        "--guidance-scale 5 --masked-guidance-scale 6 --noise-level 150 --steps 8 --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
         "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 "
+        "--feature-size 96 --smoothing-sigma 1.5 --top 20 "
         "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 "
         "--num-heads 4 --new-attention-order --prediction v --schedule cosine"
     )
     assert run(export, text.split()) == 0
     load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v")
     options = ExportOptions(
-        None, "traced", "jacobian-free", "squared", 5.0, 150, 8, False, 3, 7, "resnet18", Path("w.pth"), (2, 3),
-        0.5, 0.2, "frozen", "input", 56, (1, 2, 30, 40), load,
+        guidance_backend="traced", gradient="jacobian-free", guidance_norm="squared", guidance_scale=5.0,
+        masked_guidance_scale=6.0, noise_level=150, steps=8, mask_pass=False, samples=3, seed=7, backbone="resnet18",
+        backbone_weights=Path("w.pth"), stages=(2, 3), eta=0.5, feature_size=96, smoothing_sigma=1.5, top=20,
+        mask_lambda=0.2, mask_range="frozen", crop="input", crop_size=56, roi=(1, 2, 30, 40), load=load,
     )  # fmt: skip
     assert exported == [(Path("a.pt"), Path("b"), options, True)]
 

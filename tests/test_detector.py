@@ -213,6 +213,7 @@ def test_the_passes_are_those_of_the_step_graph(detector):
     expected = difference(one_pass(1, mask))
     found = detector.inspect(y)
     np.testing.assert_allclose(found.first_map, first, atol=1e-5)
+    np.testing.assert_allclose(found.first_score, first.max(), atol=1e-5)
     np.testing.assert_array_equal(found.mask > 0.5, mask)
     np.testing.assert_allclose(found.anomaly_map, expected, atol=1e-5)
     np.testing.assert_allclose(found.anomaly_score, expected.max(), atol=1e-5)

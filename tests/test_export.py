@@ -65,7 +65,7 @@ def test_traced_and_onnx_bundles_agree(tiny_bundle: Path, small_checkpoint: Path
             assert (a.mask == b.mask).mean() > 0.99
 
 
-@pytest.mark.parametrize("gradient", ["exact", "jacobian-free"])
+@pytest.mark.parametrize("gradient", ["exact", "jacobian-free", "ddad"])
 @pytest.mark.parametrize("backend", ["onnx", "traced"])
 def test_every_preset_kind_passes_the_gate(backend: Any, gradient: Any, small_checkpoint: Path, tmp_path: Path) -> None:
     """hazelnut: another level for each pass, the masked one without guidance; at 32 x 32 with short passes."""
@@ -77,6 +77,16 @@ def test_every_preset_kind_passes_the_gate(backend: Any, gradient: Any, small_ch
     assert manifest.settings.mode == "reference"
     assert [p.guidance_scale for p in manifest.settings.sampler.passes] == [50, 0]
     assert "plain_step" in manifest.graphs
+
+
+def test_choices_of_the_score_and_the_masked_pass_reach_the_settings() -> None:
+    chosen = ExportOptions(smoothing_sigma=1.0, top=7, feature_size=96, masked_guidance_scale=5.0).settings((64, 64))
+    assert (chosen.score.smoothing_sigma, chosen.score.smoothing_kernel) == (1.0, 9)
+    assert (chosen.score.top, chosen.score.feature_size) == (7, 96)
+    assert [one.guidance_scale for one in chosen.sampler.passes] == [100.0, 5.0]
+    assert ExportOptions(smoothing_sigma=0.0, preset="mvtec/bottle").settings((64, 64)).score.smoothing_kernel == 1
+    with pytest.raises(UsageError, match="there is none"):
+        ExportOptions(mask_pass=False, masked_guidance_scale=5.0).settings((64, 64))
 
 
 def test_presets_are_the_authors(shared: Path) -> None:

@@ -95,6 +95,19 @@ def test_paper_map_score_and_mask(arrays: Mapping[str, Tensor]) -> None:
     assert torch.equal(o.mask_of(found, PAPER), arrays["paper_mask_lambda_0.1"])
 
 
+def test_the_gradient_of_ddad_is_its_conditioned_noise(small_network: UNet, arrays: Mapping[str, Tensor]) -> None:
+    """eps + w sqrt(1 - a) gradient = eps - w sqrt(1 - a) (y_t - x_t), written as in the publication."""
+    a, w, y, x_t = 0.4, 3.0, arrays["y"], torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    oracle = o.Oracle(ALPHAS, ddad=True)
+    eps, gradient = o.guidance_gradient(small_network, x_t, y, 300, a, oracle)
+    with torch.no_grad():
+        wanted = small_network(x_t, torch.tensor(300.0))
+    y_t = a**0.5 * y + (1 - a) ** 0.5 * wanted
+    assert torch.allclose(eps, wanted)
+    conditioned = wanted - w * (1 - a) ** 0.5 * (y_t - x_t)
+    assert torch.allclose(eps + w * (1 - a) ** 0.5 * gradient, conditioned, atol=1e-6)
+
+
 def test_the_gradient_is_zero_where_the_residual_is(small_network: UNet) -> None:
     def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
         return x_t * 0

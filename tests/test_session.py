@@ -226,8 +226,10 @@ def expected_step(network, f, settings, prediction):
         n = network(x, f["timestep"])[:, :3]
         e = {"eps": n, "v": a.sqrt() * n + (1 - a).sqrt() * x, "x0": (x - a.sqrt() * n) / (1 - a).sqrt()}[prediction]
         x0_hat = (x - (1 - a).sqrt() * (e if settings.gradient == "exact" else e.detach())) / a.sqrt()
-        power = 2 if settings.guidance_norm == "squared" else 1
-        (gradient,) = torch.autograd.grad((x0_hat - y).norm() ** power, x)
+        energy = (x0_hat - y).norm() ** (2 if settings.guidance_norm == "squared" else 1)
+        if settings.gradient == "ddad":  # half the squared distance to a y_t that is held fixed
+            energy = (x - (a.sqrt() * y + (1 - a).sqrt() * e).detach()).square().sum() / 2
+        (gradient,) = torch.autograd.grad(energy, x)
         guided = e + f["guidance_scale"] * (1 - a).sqrt() * gradient
         if settings.mask_rule == "blend":
             guided = (1 - m) * (x - a.sqrt() * y) / (1 - a).sqrt() + m * guided
@@ -248,8 +250,9 @@ def expected_step(network, f, settings, prediction):
         REFERENCE,
         replace(PAPER, guidance_norm="squared"),
         replace(PAPER, gradient="jacobian-free"),
+        replace(REFERENCE, gradient="ddad"),
     ],
-    ids=["blend", "replace", "squared", "jacobian-free"],
+    ids=["blend", "replace", "squared", "jacobian-free", "ddad"],
 )
 def test_the_traced_step_is_autograd(network, program, settings, prediction):
     session = TracedSession(program, settings, prediction, threads=1)

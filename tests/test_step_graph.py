@@ -63,6 +63,7 @@ def wanted(network: UNet, rules: StepRules, values: dict[str, np.ndarray]) -> tu
         reference=reference,
         squared_norm=rules.guidance_norm == "squared",
         use_jacobian=rules.gradient == "exact",
+        ddad=rules.gradient == "ddad",
     )
     x = t["x_t"]
     if reference:
@@ -99,6 +100,7 @@ def test_every_variant_at_every_batch(
         StepRules(mask_rule="replace"),
         StepRules(guidance_norm="squared"),
         StepRules(gradient="jacobian-free"),
+        StepRules(gradient="ddad"),
         StepRules(mask_rule="replace", guidance_norm="squared", gradient="jacobian-free"),
     ],
     ids=str,
