@@ -2,15 +2,22 @@
 
 from mdps.training.config import TrainingConfig, paper_network, paper_recipe, small_network, small_recipe
 from mdps.training.fit import fit
-from mdps.training.sources import ArraySource, CropSource, FolderSource, Source
+from mdps.training.framing import framing
+from mdps.training.launch import fit_in_processes
+from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
+from mdps.training.stop import StoppedError
 
 __all__ = [
     "ArraySource",
     "CropSource",
+    "FileSource",
     "FolderSource",
     "Source",
+    "StoppedError",
     "TrainingConfig",
     "fit",
+    "fit_in_processes",
+    "framing",
     "paper_network",
     "paper_recipe",
     "small_network",

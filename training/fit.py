@@ -1,34 +1,38 @@
 """Fits a denoiser to images of good parts."""
 
-import json
+import math
+import signal
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from tqdm import tqdm
 
 from mdps.models.checkpoints import save_denoiser
-from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.training.check import check_files
 from mdps.training.config import TrainingConfig, rate_factor
-from mdps.training.loss import draw_timesteps, noise_loss, to_unit
-from mdps.training.sources import ArraySource, FolderSource, Source, vary
+from mdps.training.draw import draw_batch, seed_dropout
+from mdps.training.engine import Engine, choose_device
+from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder
+from mdps.training.loss import loss_weights, noise_losses
+from mdps.training.meter import Meter
+from mdps.training.progress import Progress, progress_of
+from mdps.training.samples import Reconstructions
+from mdps.training.sources import ArraySource, FileSource, Source, image_files
 from mdps.training.state import TrainingState
+from mdps.training.stop import StoppedError, StopSignal
 
-CHECKPOINT, LOG, DENOISER = "checkpoint.pt", "log.jsonl", "denoiser.safetensors"
-Row = dict[str, Any]
+Given = NDArray[np.uint8] | Path | Sequence[Path] | Source
 
 
 def fit(
-    images: NDArray[np.uint8] | Path | Source,
+    images: Given,
     out: Path,
     config: TrainingConfig,
     *,
@@ -39,51 +43,49 @@ def fit(
 ) -> Path:
     """Train on `images` and return the path of `denoiser.safetensors` (the moving average) in the run folder `out`.
 
-    images: uint8 [n, H, W, 3], a folder of image files (read through `preprocessing`), or a Source. The run folder also
-    gets `checkpoint.pt` and `log.jsonl`, a line every `log_every` steps, which `on_log` is handed too. With `resume` a
-    run goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped.
-    UsageError for settings, images or a run folder that do not fit; MdpsError if the loss stops being finite.
+    images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
+    The run folder also gets what docs/training.md lists; `on_log` is handed each line of its log. With `resume` a run
+    goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped.
+
+    Under torchrun, or from `mdps.training.launch`, all processes share each batch and the first one writes.
+    UsageError for settings, images or a run folder that do not fit; ImageError for files that cannot be read;
+    StoppedError after SIGINT or SIGTERM; MdpsError if the loss stops being finite or the disk is full.
     """
     where = choose_device(device)
     size = config.network.image_size
     preprocessing = preprocessing or Preprocessing(image_size=(size, size))
+    check_folder(out, resume)
     source = as_source(images, preprocessing)
+    config = config.with_steps(source.count)
     _check_size(source, config)
-    _check_folder(out, resume)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
-        state = TrainingState(config, where)
-        if (out / CHECKPOINT).exists():
-            state.restore(out / CHECKPOINT, source.fingerprint)
-        schedule = NoiseSchedule.linear()
-        with torch.backends.cudnn.flags(enabled=True, benchmark=where.type == "cuda"):
-            _train(state, source, schedule, out, on_log)
-    notes = {"training": config.to_json(), "steps": state.step, "images": source.fingerprint}
-    save_denoiser(out / DENOISER, state.ema, schedule, "eps", preprocessing.to_json(), notes)
-    return out / DENOISER
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA if there is one, else the CPU; UsageError for CUDA asked for and absent, or an unknown name."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = Engine(config, where)
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"unknown device {name!r}; choose auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu or auto")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+        with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+            return Run(source, out, config, engine, preprocessing, on_log).train()
+    except OSError as error:
+        raise MdpsError(
+            f"{out} cannot be written ({error.strerror or error}); its last checkpoint is whole: make room, then go on "
+            "with --resume"
+        ) from error
+    finally:
+        engine.close()
 
 
-def as_source(images: NDArray[np.uint8] | Path | Source, preprocessing: Preprocessing) -> Source:
-    """The source that `images` stand for: an array, a folder, or a source already."""
+def as_source(images: Given, preprocessing: Preprocessing) -> Source:
+    """The source that `images` stand for; what is odd about image files becomes warnings."""
     if isinstance(images, Path):
-        return FolderSource(images, preprocessing)
-    return ArraySource(images) if isinstance(images, np.ndarray) else images
+        source = FileSource(image_files(images), preprocessing, str(images))
+    elif isinstance(images, Sequence):
+        source = FileSource(images, preprocessing)
+    else:
+        return ArraySource(images) if isinstance(images, np.ndarray) else images
+    for sentence in check_files(source.paths, source.images, preprocessing.image_size):
+        warnings.warn(sentence, stacklevel=3)
+    return source
 
 
 def _check_size(source: Source, config: TrainingConfig) -> None:
-    shape = source.batch(np.random.default_rng(0), 1).shape[1:]
+    shape = source.image(0, np.random.default_rng(0)).shape
     factor = 2 ** (len(config.network.channel_mult) - 1)
     if shape[0] % factor or shape[1] % factor:
         raise UsageError(
@@ -92,112 +94,123 @@ def _check_size(source: Source, config: TrainingConfig) -> None:
         )
     if config.shift >= min(shape[:2]):
         raise UsageError(f"shift is {config.shift}; it must be smaller than the images of {shape[0]} x {shape[1]}")
+    if config.rotate and shape[0] != shape[1]:
+        raise UsageError(f"images of {shape[0]} x {shape[1]} pixels cannot be turned by a quarter; leave out rotate")
 
 
-def _check_folder(out: Path, resume: bool) -> None:
-    begun = (out / CHECKPOINT).exists()
-    if begun and not resume:
-        raise UsageError(f"{out} already holds a training run; continue it with --resume or choose another folder")
-    if resume and not begun:
-        raise UsageError(f"there is no {CHECKPOINT} in {out} to resume from; start the run without --resume")
-    out.mkdir(parents=True, exist_ok=True)
+class Run:
+    """One process of a run, from its first step, or its checkpoint, to its last."""
 
+    def __init__(
+        self,
+        source: Source,
+        out: Path,
+        config: TrainingConfig,
+        engine: Engine,
+        preprocessing: Preprocessing,
+        on_log: Callable[[Row], None] | None,
+    ) -> None:
+        self.source, self.out, self.config, self.engine = source, out, config, engine
+        self.fingerprint, self.preprocessing = source.fingerprint, preprocessing
+        self.schedule = NoiseSchedule.linear()
+        self.state = TrainingState(config, engine.device)
+        if (out / CHECKPOINT).exists():
+            self.state.restore(out / CHECKPOINT, self.fingerprint)
+        self.network, self.optimizer = engine.prepare(self.state.network, self.state.optimizer, config.compile)
+        engine.restore_scaler(self.state.scaler)
+        self.alphas = torch.tensor(self.schedule.alphas_cumprod, dtype=torch.float32, device=engine.device)
+        self.meter = Meter(engine, len(self.alphas))
+        if engine.main:
+            self.folder = self._open_folder(on_log)
+            self.samples = Reconstructions(source, config.samples, self.schedule, engine.device)
 
-def _train(
-    state: TrainingState, source: Source, schedule: NoiseSchedule, out: Path, on_log: Callable[[Row], None] | None
-) -> None:
-    config = state.config
-    alphas = torch.tensor(schedule.alphas_cumprod, dtype=torch.float32, device=state.device)
-    network: Any = torch.compile(state.network, mode="reduce-overhead") if config.compile else state.network
-    log = Log(out / LOG, state.step, on_log)
-    start = time.monotonic() - state.seconds
-    total = torch.zeros((), device=state.device)
-    since = state.step
-    # disable=None: a bar on a terminal, nothing in a pipe
-    with tqdm(total=config.steps, initial=state.step, unit="step", disable=None) as bar:
-        while (progress := _progress(state)) < 1:
-            rate = config.learning_rate * rate_factor(config, state.step, progress)
-            total += _step(state, network, _batch(state, source), alphas, rate)
-            state.seconds = time.monotonic() - start
-            bar.update()
-            ends = _progress(state) >= 1
-            if ends or state.step % config.log_every == 0:
-                loss = float(total) / (state.step - since)
-                _require_finite(loss, state.step)
-                row = {"step": state.step, "loss": loss, "learning_rate": rate, "seconds": round(state.seconds, 2)}
-                log.write(row)
-                bar.set_postfix(loss=f"{loss:.4f}")
-                total.zero_()
-                since = state.step
-            if ends or state.step % config.checkpoint_every == 0:
-                state.save(out / CHECKPOINT, source.fingerprint)
+    def _open_folder(self, on_log: Callable[[Row], None] | None) -> RunFolder:
+        folder = RunFolder(self.out, self.state.step, on_log)
+        machine = {"device": str(self.engine.device), "processes": self.engine.processes}
+        session = {"from_step": self.state.step} | machine
+        folder.describe(self.config, self.source, self.preprocessing.to_json(), session)
+        return folder
 
+    def train(self) -> Path:
+        """To the end; returns the denoiser's path."""
+        cuda = self.engine.device.type == "cuda"
+        with torch.backends.cudnn.flags(enabled=True, benchmark=cuda), StopSignal() as stop:
+            self._loop(stop)
+        if self.engine.main:
+            notes = {"training": self.config.to_json(), "steps": self.state.step, "images": self.fingerprint}
+            described = self.preprocessing.to_json()
+            save_denoiser(self.out / DENOISER, self.state.ema, self.schedule, "eps", described, notes)
+            self._show()
+            self.folder.close()
+        self.engine.wait()
+        return self.out / DENOISER
 
-def _progress(state: TrainingState) -> float:
-    by_time = state.seconds / (60 * state.config.minutes) if state.config.minutes else 0.0
-    return min(1.0, max(state.step / state.config.steps, by_time))
+    def _loop(self, stop: StopSignal) -> None:
+        state, config = self.state, self.config
+        start = time.monotonic() - state.seconds
+        progress = progress_of(config, state.step, state.seconds)
+        with Progress(config, state.step, self.engine.main) as bar:
+            while progress < 1:
+                rate = config.learning_rate * rate_factor(config, state.step, progress)
+                self._step(rate)
+                stopped, state.seconds = self.engine.agree(stop.number, time.monotonic() - start)
+                progress = progress_of(config, state.step, state.seconds)
+                bar.update(state.step, progress)
+                ends = progress >= 1 or stopped > 0
+                if ends or state.step % config.log_every == 0:
+                    self._log(rate, bar)
+                if ends or state.step % config.checkpoint_every == 0:
+                    self._save()
+                if stopped:
+                    self._leave(stopped)
+                if config.sample_every and state.step % config.sample_every == 0 and progress < 1:
+                    self._show()
 
+    def _step(self, rate: float) -> None:
+        """One update of the weights from this process's share of the batch."""
+        state, config, engine = self.state, self.config, self.engine
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        first = state.step * config.batch + engine.process * engine.share
+        batch = draw_batch(config, self.source, range(first, first + engine.share), len(self.alphas), engine.device)
+        seed_dropout(config, state.step, engine.process)
+        losses = noise_losses(self.network, batch.clean, batch.timesteps, batch.noise, self.alphas)
+        loss = (losses * loss_weights(config, batch.timesteps, self.alphas)).mean()
+        engine.update(loss, self.network, self.optimizer)
+        self.meter.add(loss, losses, batch.timesteps)
+        state.step += 1
+        state.follow()
 
-def _batch(state: TrainingState, source: Source) -> Tensor:
-    config = state.config
-    images = source.batch(state.rng, config.batch)
-    varied = vary(
-        images, state.rng, horizontal=config.flip_horizontal, vertical=config.flip_vertical, shift=config.shift
-    )
-    batch = torch.from_numpy(np.ascontiguousarray(varied))
-    if state.device.type == "cuda":
-        batch = batch.pin_memory().to(state.device, non_blocking=True)  # so that the copy does not stop the queue
-    return to_unit(batch)
+    def _log(self, rate: float, bar: Progress) -> None:
+        state = self.state
+        row = {"step": state.step, **self.meter.read(), "learning_rate": rate, "seconds": round(state.seconds, 2)}
+        if not math.isfinite(row["loss"]):
+            raise MdpsError(
+                f"the loss is {row['loss']} at step {state.step}; lower the learning rate, or train in fp32 if this "
+                "was half precision"
+            )
+        if self.engine.main:
+            self.folder.row(row)
+            bar.note(state.step, row["loss"], row["images_per_s"])
 
+    def _save(self) -> None:
+        if self.engine.main:
+            self.state.require_finite()
+            self.state.scaler = self.engine.scaler_state()
+            self.state.save(self.out / CHECKPOINT, self.fingerprint)
 
-def _step(state: TrainingState, network: nn.Module, clean: Tensor, alphas: Tensor, rate: float) -> Tensor:
-    """One update; returns the loss, float32 [], still on the device."""
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
-    timesteps = draw_timesteps(state.config, len(clean), len(alphas), state.device)
-    noise = torch.randn_like(clean)
-    with _autocast(state):
-        loss = noise_loss(network, clean, timesteps, noise, alphas)
-    state.optimizer.zero_grad(set_to_none=True)
-    state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.step += 1
-    state.follow()
-    return loss.detach()
+    def _show(self) -> None:
+        if self.engine.main and self.config.samples:
+            self.folder.sample(self.samples.picture(self.state.ema), self.state.step)
 
-
-def _autocast(state: TrainingState) -> Any:
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = state.config.precision
-    return nullcontext() if precision == "fp32" else torch.autocast(state.device.type, kinds[precision])
-
-
-def _require_finite(loss: float, step: int) -> None:
-    if not np.isfinite(loss):
-        raise MdpsError(
-            f"the loss is {loss} at step {step}; lower the learning rate, or train in fp32 if this was half precision"
+    def _leave(self, number: int) -> None:
+        if self.engine.main:
+            self.folder.close()
+        self.engine.wait()  # a process that left early would take the writing one with it
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name} after step {self.state.step} of {self.config.last_step}; its "
+            f"checkpoint is in {self.out}: go on with the same settings and --resume"
         )
 
 
-class Log:
-    """`log.jsonl`: one JSON object a line; lines of steps that a resumed run will repeat are dropped first."""
-
-    def __init__(self, path: Path, step: int, on_row: Callable[[Row], None] | None) -> None:
-        self.path, self.on_row = path, on_row
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step] if step else []
-        atomic.write_text(path, "".join(f"{line}\n" for line in kept))
-
-    def write(self, row: Row) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        if self.on_row:
-            self.on_row(row)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut short by a crash
-        return float("inf")
+__all__ = ["CHECKPOINT", "DENOISER", "Given", "Row", "Run", "as_source", "choose_device", "fit"]

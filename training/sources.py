@@ -1,4 +1,4 @@
-"""Where training images come from, and how they are varied."""
+"""Where training images come from."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,8 +23,12 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Names the images, so that a resumed run notices others."""
 
-    def batch(self, rng: np.random.Generator, count: int) -> Images:
-        """`count` images drawn at random: uint8 [count, H, W, 3]."""
+    @property
+    def count(self) -> int | None:
+        """How many images an epoch has; None where they are drawn without end."""
+
+    def image(self, index: int, rng: np.random.Generator) -> Images:
+        """Image `index` (below `count`; 0 where that is None), uint8 [H, W, 3]; what chance it needs is from `rng`."""
 
 
 class ArraySource:
@@ -41,26 +45,40 @@ class ArraySource:
     def fingerprint(self) -> str:
         return _digest(self.images)
 
-    def batch(self, rng: np.random.Generator, count: int) -> Images:
-        return self.images[rng.integers(0, len(self.images), count)]
+    @property
+    def count(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int, rng: np.random.Generator) -> Images:
+        image: Images = self.images[index]
+        return image
 
 
-class FolderSource(ArraySource):
-    """All images below a folder, read through the preprocessing that the detector will use.
+class FileSource(ArraySource):
+    """Image files, read through the preprocessing that the detector will use.
 
-    Every file is read before the first step: UsageError for a folder that is absent or has too few images, ImageError
-    that names up to five files that cannot be read.
+    Every file is read before the first step: UsageError for fewer than two (`where` names them), ImageError that names
+    up to five files that cannot be read.
     """
 
-    def __init__(self, folder: Path, preprocessing: Preprocessing) -> None:
-        paths = image_files(folder)
+    def __init__(self, paths: Sequence[Path], preprocessing: Preprocessing, where: str = "the list") -> None:
         if len(paths) < FEWEST:
-            raise UsageError(f"{folder} holds {len(paths)} images; training needs at least {FEWEST} of good parts")
+            raise UsageError(f"{where} holds {len(paths)} images; training needs at least {FEWEST} of good parts")
+        self.paths = tuple(paths)
         super().__init__(_read_all(paths, preprocessing))
+
+
+class FolderSource(FileSource):
+    """All images below a folder, as `FileSource` reads them; UsageError for a folder that is absent."""
+
+    def __init__(self, folder: Path, preprocessing: Preprocessing) -> None:
+        super().__init__(image_files(folder), preprocessing, str(folder))
 
 
 class CropSource:
     """Windows of `size` cut at random from one large picture, uint8 [H, W, 3]: for textures without a position."""
+
+    count = None
 
     def __init__(self, picture: Images, size: tuple[int, int]) -> None:
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3:
@@ -68,15 +86,15 @@ class CropSource:
         if picture.shape[0] < size[0] or picture.shape[1] < size[1]:
             raise UsageError(f"a picture of {picture.shape[:2]} pixels is too small for crops of {size}")
         self.picture, self.size = picture, size
-        self._windows = np.lib.stride_tricks.sliding_window_view(picture, size, axis=(0, 1))  # [rows, columns, 3, h, w]
 
     @property
     def fingerprint(self) -> str:
         return _digest(self.picture)
 
-    def batch(self, rng: np.random.Generator, count: int) -> Images:
-        rows, columns = (rng.integers(0, n, count) for n in self._windows.shape[:2])
-        return np.moveaxis(self._windows[rows, columns], 1, -1)
+    def image(self, index: int, rng: np.random.Generator) -> Images:
+        height, width = self.size
+        top, left = (int(rng.integers(0, n - m + 1)) for n, m in zip(self.picture.shape, self.size, strict=False))
+        return self.picture[top : top + height, left : left + width]
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -85,23 +103,6 @@ def image_files(folder: Path) -> list[Path]:
         raise UsageError(f"{folder} is not a folder; give the folder that holds the images of good parts")
     files = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
-def vary(images: Images, rng: np.random.Generator, *, horizontal: bool, vertical: bool, shift: int) -> Images:
-    """Each image of [n, H, W, 3] mirrored left-right or top-bottom with probability one half, and moved by up to
-    `shift` pixels with mirrored edges; draws nothing for what is off."""
-    for wanted, axis in ((horizontal, 2), (vertical, 1)):
-        if wanted:
-            chosen = rng.random(len(images)) < 0.5
-            images = np.where(chosen[:, None, None, None], np.flip(images, axis), images)
-    return _shifted(images, rng, shift) if shift else images
-
-
-def _shifted(images: Images, rng: np.random.Generator, shift: int) -> Images:
-    count, height, width, _ = images.shape
-    padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift), (0, 0)), mode="reflect")
-    offsets = rng.integers(0, 2 * shift + 1, (count, 2))
-    return np.stack([padded[i, y : y + height, x : x + width] for i, (y, x) in enumerate(offsets)])
 
 
 def _read_all(paths: Sequence[Path], preprocessing: Preprocessing) -> Images:

@@ -5,21 +5,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from mdps.models.unet import AttentionBlock, ResBlock, UNet
 from mdps.runtime import atomic
-from mdps.runtime.errors import UsageError
+from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training.config import TrainingConfig
 
 # These say how to run, not what comes out; a run may be continued with others.
-FREE_SETTINGS = ("log_every", "checkpoint_every", "compile")
+FREE_SETTINGS = ("epochs", "log_every", "checkpoint_every", "compile", "samples", "sample_every")
 
 
 class TrainingState:
-    """Network, moving average, optimizer, random numbers, steps done and seconds spent."""
+    """Network, moving average, optimizer, steps done and seconds spent. All chance follows from seed and step."""
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -29,8 +28,7 @@ class TrainingState:
         self.ema = UNet(config.network).to(device).eval().requires_grad_(False)
         self.ema.load_state_dict(self.network.state_dict())
         self.optimizer = _optimizer(config, self.network, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        self.rng = np.random.default_rng(config.seed)
+        self.scaler: dict[str, Any] = {}  # of fp16
         self.step = 0
         self.seconds = 0.0
 
@@ -40,6 +38,14 @@ class TrainingState:
         averages: list[torch.Tensor] = list(self.ema.parameters())
         weights: list[torch.Tensor] = [weight.detach() for weight in self.network.parameters()]
         torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def require_finite(self) -> None:
+        """MdpsError if a weight is no number: such a network is not worth a checkpoint."""
+        if not all(bool(torch.isfinite(weight).all()) for weight in self.network.parameters()):
+            raise MdpsError(
+                f"the weights are no numbers any more after step {self.step}; lower the learning rate, or train in "
+                "fp32 if this was half precision"
+            )
 
     def save(self, path: Path, fingerprint: str) -> None:
         """Write the checkpoint under a temporary name and rename it; it loads with `weights_only=True`."""
@@ -51,10 +57,7 @@ class TrainingState:
             "network": self.network.state_dict(),
             "ema": self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "rng": json.dumps(self.rng.bit_generator.state),
-            "torch_rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "scaler": self.scaler,
         }
         buffer = io.BytesIO()
         torch.save(content, buffer)
@@ -63,19 +66,15 @@ class TrainingState:
     def restore(self, path: Path, fingerprint: str) -> None:
         """Take over a checkpoint; UsageError if it cannot be read or its settings or images are not this run's."""
         content = _read(path)
-        _same_settings(path, json.loads(content["config"]), self.config.to_json())
+        theirs = TrainingConfig.from_json(json.loads(content["config"]))
+        _same_settings(path, theirs.to_json(), self.config.to_json())
         if content["images"] != fingerprint:
             raise UsageError(f"{path} was trained on other images; give the same ones, or another folder for the run")
         self.step, self.seconds = content["step"], content["seconds"]
         self.network.load_state_dict(content["network"])
         self.ema.load_state_dict(content["ema"])
         self.optimizer.load_state_dict(content["optimizer"])
-        if content["scaler"]:
-            self.scaler.load_state_dict(content["scaler"])
-        self.rng.bit_generator.state = json.loads(content["rng"])
-        torch.set_rng_state(content["torch_rng"])
-        if self.device.type == "cuda" and content["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(content["cuda_rng"], self.device)
+        self.scaler = content.get("scaler") or {}
 
 
 def silence_residuals(network: UNet) -> UNet:
@@ -104,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
         raise UsageError(f"{path} cannot be read as a training checkpoint ({type(error).__name__})") from error
-    missing = {"config", "images", "step", "network", "ema", "optimizer"} - set(content)
+    missing = {"config", "images", "step", "seconds", "network", "ema", "optimizer"} - set(content)
     if missing:
         raise UsageError(f"{path} is no training checkpoint: it lacks {sorted(missing)[0]!r}")
     return content

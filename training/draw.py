@@ -1,0 +1,75 @@
+"""The chance in a run: what each sample is, as a function of its number alone.
+
+Sample g of a run (step * batch + its place in the batch) draws image, variation, timestep and noise from generators
+seeded with (seed, g). So a run needs no generator's state to go on, and does not depend on how many processes share it.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mdps.training.config import TrainingConfig
+from mdps.training.loss import to_unit
+from mdps.training.sources import Source
+from mdps.training.vary import vary
+
+_ORDER, _DROPOUT = 1, 2  # keep the streams of one seed apart
+
+
+class Batch(NamedTuple):
+    """Training samples on the device: clean, noise [B, 3, H, W] float32; timesteps [B] int64."""
+
+    clean: Tensor
+    noise: Tensor
+    timesteps: Tensor
+
+
+def draw_batch(config: TrainingConfig, source: Source, samples: range, timesteps: int, device: torch.device) -> Batch:
+    """The samples of these numbers; timesteps lie in 0..`timesteps` - 1."""
+    images, times, noises = [], [], []
+    for number in samples:
+        rng = np.random.default_rng((config.seed, number))
+        times.append(draw_timestep(config, rng, timesteps))
+        noise_seed = int(rng.integers(2**63))
+        image = vary(source.image(image_index(config.seed, number, source.count), rng), rng, config)
+        images.append(image)
+        noises.append(draw_noise(noise_seed, image.shape[:2], device))
+    clean = torch.from_numpy(np.ascontiguousarray(np.stack(images)))
+    if device.type == "cuda":
+        clean = clean.pin_memory().to(device, non_blocking=True)  # so that the copy does not stop the queue
+    return Batch(to_unit(clean), torch.stack(noises), torch.tensor(times).to(device))
+
+
+def image_index(seed: int, number: int, count: int | None) -> int:
+    """Which image sample `number` shows: every epoch goes through all `count` images in an order of its own."""
+    if count is None:
+        return 0
+    epoch, place = divmod(number, count)
+    return int(_order(seed, epoch, count)[place])
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch, _ORDER)).permutation(count)
+
+
+def draw_timestep(config: TrainingConfig, rng: np.random.Generator, total: int) -> int:
+    """A timestep in 0..total-1: with probability `low_share` one below `low_limit`, else any."""
+    low = config.low_share > 0 and rng.random() < config.low_share
+    return int(rng.integers(min(config.low_limit, total) if low else total))
+
+
+def draw_noise(seed: int, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Gaussian noise [3, H, W]; drawn on the device, so CPU and GPU differ."""
+    return torch.randn((3, *size), generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
+def seed_dropout(config: TrainingConfig, step: int, process: int) -> None:
+    """Seed torch's own generators, which only dropout draws from."""
+    if config.network.dropout:
+        seeds = np.random.SeedSequence((config.seed, step, process, _DROPOUT))
+        torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))

@@ -1,0 +1,160 @@
+"""The run folder: what the run is (config.json), what it did (log.jsonl, tensorboard/, samples/, loss.png)."""
+
+import io
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mdps import __version__
+from mdps.runtime import atomic
+from mdps.runtime.errors import UsageError
+from mdps.training.config import TrainingConfig
+from mdps.training.sources import Source
+
+CHECKPOINT, DENOISER = "checkpoint.pt", "denoiser.safetensors"
+CONFIG, LOG, CURVE, SAMPLES, BOARD = "config.json", "log.jsonl", "loss.png", "samples", "tensorboard"
+PACKAGES = ("torch", "accelerate", "numpy", "pillow", "safetensors")
+Row = dict[str, Any]
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """UsageError where a new run would overwrite one, or there is none to go on with."""
+    begun = (out / CHECKPOINT).exists()
+    if begun and not resume:
+        raise UsageError(f"{out} already holds a training run; continue it with --resume or choose another folder")
+    if resume and not begun:
+        raise UsageError(f"there is no {CHECKPOINT} in {out} to resume from; start the run without --resume")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; choose a folder for the run")
+
+
+class RunFolder:
+    """Writes as the run goes; made by the one process that writes, at the step it starts or resumes from."""
+
+    def __init__(self, out: Path, step: int, on_row: Callable[[Row], None] | None) -> None:
+        self.out = out
+        out.mkdir(parents=True, exist_ok=True)
+        self._log = Log(out / LOG, step, on_row)
+        self._board = open_board(out / BOARD, step)
+
+    def describe(self, config: TrainingConfig, source: Source, preprocessing: Row, session: Row) -> None:
+        """Write config.json; `session` is added to those of the same run before."""
+        path = self.out / CONFIG
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() and session["from_step"] else {}
+        content = {
+            "training": config.to_json(),
+            "preprocessing": preprocessing,
+            "images": {
+                "sha256": source.fingerprint,
+                "count": source.count,
+                "files": [str(file) for file in getattr(source, "paths", ())],
+            },
+            "sessions": [*before.get("sessions", []), session | {"versions": versions(), "started": _now()}],
+        }
+        atomic.write_text(path, json.dumps(content, indent=1) + "\n")
+
+    def row(self, row: Row) -> None:
+        """A line of log.jsonl, and its numbers as TensorBoard's curves."""
+        if self._board is not None:
+            for name in ("loss", "learning_rate", "images_per_s"):
+                self._board.add_scalar(name, row[name], row["step"])
+            for index, loss in enumerate(row["loss_by_quarter"]):
+                if loss is not None:
+                    self._board.add_scalar(f"loss_by_timestep/quarter_{index + 1}", loss, row["step"])
+        self._log.write(row)
+
+    def sample(self, picture: NDArray[np.uint8], step: int) -> None:
+        """uint8 [H, W, 3] into samples/ and TensorBoard."""
+        path = self.out / SAMPLES / f"step_{step:07d}.png"
+        path.parent.mkdir(exist_ok=True)
+        buffer = io.BytesIO()
+        Image.fromarray(picture).save(buffer, format="png")
+        atomic.write_bytes(path, buffer.getvalue())
+        if self._board is not None:
+            self._board.add_image("reconstructions", picture, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Write what is still held, and the curve of the loss where matplotlib is installed."""
+        if self._board is not None:
+            self._board.close()
+        draw_curve(self.out / LOG, self.out / CURVE)
+
+
+class Log:
+    """`log.jsonl`: one JSON object a line; lines of steps that a resumed run will repeat are dropped first."""
+
+    def __init__(self, path: Path, step: int, on_row: Callable[[Row], None] | None) -> None:
+        self.path, self.on_row = path, on_row
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step] if step else []
+        atomic.write_text(path, "".join(f"{line}\n" for line in kept))
+
+    def write(self, row: Row) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.on_row:
+            self.on_row(row)
+
+
+def open_board(folder: Path, step: int) -> Any:
+    """TensorBoard's writer, which drops what an earlier session wrote after `step`; None, and a warning, without it."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        warnings.warn(f"{folder} will not be written: pip install tensorboard to watch the run there", stacklevel=2)
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+
+def draw_curve(log: Path, path: Path) -> None:
+    """The loss over the steps as a picture; nothing where matplotlib is missing or there is no line yet."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    if not rows:
+        return
+    steps = [row["step"] for row in rows]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, [row["loss"] for row in rows], color="black", label="loss")
+    for index in range(len(rows[0].get("loss_by_quarter", ()))):
+        values = [(row.get("loss_by_quarter") or {index: None})[index] for row in rows]
+        axes.plot(steps, [float("nan") if v is None else v for v in values], lw=0.8, label=f"timesteps {index + 1}/4")
+    axes.set(xlabel="step", ylabel="mean squared error of the noise", yscale="log")
+    axes.legend()
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png", dpi=100)
+    temporary.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides over the result."""
+    found = {"mdps": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut short by a crash
+        return float("inf")

@@ -1,0 +1,46 @@
+"""The bar on a terminal: how far, how fast, how long still; silent in a pipe."""
+
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+from mdps.training.config import TrainingConfig
+
+BY_TIME = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
+    """Share of the run in [0, 1] that is over after `step` steps and `seconds`."""
+    by_time = seconds / (60 * config.minutes) if config.minutes else 0.0
+    return min(1.0, max(step / config.last_step, by_time))
+
+
+class Progress:
+    """Counts steps, or the minutes of a run that ends by the clock."""
+
+    def __init__(self, config: TrainingConfig, step: int, shown: bool) -> None:
+        by_time = config.minutes is not None
+        # disable=None: a bar on a terminal, nothing in a pipe
+        self._bar = tqdm(
+            total=1.0 if by_time else config.last_step,
+            initial=0 if by_time else step,
+            unit="step",
+            bar_format=BY_TIME if by_time else None,
+            disable=None if shown else True,
+        )
+        self._by_time = by_time
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._bar.close()
+
+    def update(self, step: int, share: float) -> None:
+        """After each step; `share` of the run is over."""
+        self._bar.update(min(1.0, share) - self._bar.n if self._by_time else step - self._bar.n)
+
+    def note(self, step: int, loss: float, images_per_second: float) -> None:
+        """Beside the bar."""
+        self._bar.set_postfix_str(f"step {step}, loss {loss:.4f}, {images_per_second:.1f} images/s")
