@@ -41,7 +41,7 @@ def own_range(anomaly_map: NDArray[np.float32]) -> HeatRange:
 
 def strip(
     observation: Unit,
-    posterior_sample: Unit,
+    posterior_sample: Unit | None,
     anomaly_map: NDArray[np.float32],
     mask: NDArray[np.bool_],
     heat_range: HeatRange,
@@ -49,7 +49,7 @@ def strip(
     """One picture of four tiles: the image, its reconstruction, the map's heat over the image, the mask's contour.
 
     Args:
-        observation, posterior_sample: [3, H, W], values in [-1, 1].
+        observation, posterior_sample: [3, H, W], values in [-1, 1]; without a posterior sample there are three tiles.
         anomaly_map: [H, W], in the unit of the score.
         mask: [H, W], True where the part may be anomalous.
         heat_range: what map values are drawn as no and full heat.
@@ -60,7 +60,8 @@ def strip(
     image = enlarge(to_uint8(observation))
     heat = enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map)))
     contour = _draw_contour(image, np.kron(mask, np.ones((factor, factor), bool)).astype(bool))
-    return _side_by_side([image, enlarge(to_uint8(posterior_sample)), heat, contour])
+    made = [] if posterior_sample is None else [enlarge(to_uint8(posterior_sample))]
+    return _side_by_side([image, *made, heat, contour])
 
 
 def png(image: Image.Image) -> bytes:

@@ -19,7 +19,7 @@ MOST_ROWS = 10_000
 _VERDICTS = ("fail", "pass", "error")
 
 # The policy lets the page load nothing: what it shows is in it.
-_HEAD = """<!doctype html>
+HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; \
 script-src 'unsafe-inline'">
@@ -42,7 +42,7 @@ svg rect {{ fill: #6b8cae }} svg line {{ stroke: #b00020; stroke-width: 2 }}
 </style></head><body>
 """
 
-_SCRIPT = """<script>
+SCRIPT = """<script>
 for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => {
   const head = button.parentElement, body = document.querySelector("#images tbody"), at = head.cellIndex;
   const down = head.getAttribute("aria-sort") !== "descending", sign = down ? -1 : 1;
@@ -84,14 +84,14 @@ def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture
     threshold = next((row.threshold for row in rows if row.threshold is not None), None)
     scores = [row.score for row in rows if row.score is not None]
     parts = [
-        _HEAD.format(title=escape(title)),
+        HEAD.format(title=escape(title)),
         f"<h1>{escape(title)}</h1>",
         f"<p>{_counts(rows)}</p>",
         histogram(scores, threshold),
         *(f"<p><em>{note}</em></p>" for note in _left_out(rows)),
-        _table(ranked[:MOST_ROWS], picture),
-        _settings({**settings, "mdps": __version__}),
-        _SCRIPT,
+        image_table(ranked[:MOST_ROWS], picture),
+        settings_table({**settings, "mdps": __version__}),
+        SCRIPT,
         "</body></html>\n",
     ]
     return "\n".join(parts)
@@ -116,7 +116,8 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
+def image_table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
+    """A table of the rows that SCRIPT sorts by a click; `picture` gives a row's picture as HTML. One a page."""
     heads = "".join(f"<th><button>{name}</button></th>" for name in ("path", "verdict", "score", "ms"))
     body, pictures = [], 0
     for row in ranked:
@@ -130,8 +131,8 @@ def _table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
 def _row(row: Row, picture: str) -> str:
     verdict = row.verdict or ""
     return (
-        f"<tr><td>{_text(row.path)}</td><td class='{verdict}'>{verdict}</td>"
-        f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{_text(row.error or '')}</td></tr>\n"
+        f"<tr><td>{plain_text(row.path)}</td><td class='{verdict}'>{verdict}</td>"
+        f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{plain_text(row.error or '')}</td></tr>\n"
     )
 
 
@@ -139,17 +140,23 @@ def _number(value: float | None, form: str) -> str:
     return '<td data-key=""></td>' if value is None else f'<td data-key="{value!r}">{value:{form}}</td>'
 
 
-def _text(text: str) -> str:
+def plain_text(text: str) -> str:
     """Escaped, and with bytes that are no text (names of files may have them) as question marks."""
     return escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def _settings(settings: Mapping[str, str]) -> str:
-    lines = "".join(f"<tr><td>{escape(key)}</td><td>{_text(value)}</td></tr>" for key, value in settings.items())
+def settings_table(settings: Mapping[str, str]) -> str:
+    """What a run was made with, under its own heading."""
+    lines = "".join(f"<tr><td>{escape(key)}</td><td>{plain_text(value)}</td></tr>" for key, value in settings.items())
     return f'<h2>Settings</h2><table class="settings">{lines}</table>'
 
 
 def _picture(folder: Path, row: Row) -> str:
     with Image.open(folder / str(row.overlay)) as image:
-        data = base64.b64encode(thumbnail(image)).decode("ascii")
-    return f'<img alt="" loading="lazy" src="data:image/jpeg;base64,{data}">'
+        return embedded(thumbnail(image), "jpeg")
+
+
+def embedded(data: bytes, kind: str, alt: str = "") -> str:
+    """A picture inside the page, from the bytes of a file of `kind` (jpeg, png)."""
+    coded = base64.b64encode(data).decode("ascii")
+    return f'<img alt="{escape(alt)}" loading="lazy" src="data:image/{kind};base64,{coded}">'

@@ -43,13 +43,14 @@ def heat_range(calibration: Calibration | None) -> HeatRange | None:
 def run_settings(detector: Detector, bundle: Path) -> dict[str, str]:
     """All a reader needs to repeat a run: names, hashes (the manifest's covers every file's) and settings, as text."""
     manifest_hash = hashlib.sha256((bundle / FILE_NAME).read_bytes()).hexdigest()
-    return {"manifest.sha256": manifest_hash, **dict(_flat(detector.provenance))}
+    return {"manifest.sha256": manifest_hash, **dict(flat(detector.provenance))}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Pairs of a dotted name and a text for every value of nested mappings; nothing for None."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         elif value is not None:
             yield f"{prefix}{key}", str(value)
 
