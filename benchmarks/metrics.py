@@ -12,26 +12,26 @@ from mdps.runtime.errors import UsageError
 
 def auroc(labels: ArrayLike, scores: ArrayLike) -> float:
     """Area under the ROC curve over [n] images; ties count one half."""
-    return float(roc_auc_score(*_checked(labels, scores, "images")))
+    return float(roc_auc_score(*checked_scores(labels, scores, "images")))
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
     """Average precision over [n] images: the step-wise area under the precision-recall curve."""
-    return float(average_precision_score(*_checked(labels, scores, "images")))
+    return float(average_precision_score(*checked_scores(labels, scores, "images")))
 
 
 def f1_max(labels: ArrayLike, scores: ArrayLike) -> float:
     """Largest F1 over all thresholds for [n] images."""
-    precision, recall, _ = precision_recall_curve(*_checked(labels, scores, "images"))
+    precision, recall, _ = precision_recall_curve(*checked_scores(labels, scores, "images"))
     return float(np.max(2 * precision * recall / np.maximum(precision + recall, 1e-12)))
 
 
 def pixel_auroc(masks: ArrayLike, maps: ArrayLike) -> float:
     """Area under the ROC curve over the pixels of all images at once: masks and maps of one shape, [n, H, W] say."""
-    return float(roc_auc_score(*_checked(masks, maps, "pixels")))
+    return float(roc_auc_score(*checked_scores(masks, maps, "pixels")))
 
 
-def _checked(labels: ArrayLike, scores: ArrayLike, what: str) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+def checked_scores(labels: ArrayLike, scores: ArrayLike, what: str) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
     """Flat arrays fit for a metric; UsageError if shapes differ, a score is not finite, or there is one class only."""
     truth, values = np.asarray(labels), np.asarray(scores, dtype=np.float64)
     if truth.shape != values.shape:
