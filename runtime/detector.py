@@ -89,11 +89,18 @@ class Detector:
         start = time.perf_counter()
         observations = np.stack([self._observe(image) for image in images])
         preprocess = (time.perf_counter() - start) * 1000
+        return self._judge(observations, preprocess, start)
+
+    def judge(self, observations: NDArray[np.float32]) -> list[Result]:
+        """Results of pictures that `preprocessing` was run on before: float32 [B, 3, H, W]. Raises as `inspect`."""
+        return self._judge(observations, 0.0, time.perf_counter())
+
+    def _judge(self, observations: NDArray[np.float32], preprocess: float, start: float) -> list[Result]:
         found = self.inspect(observations)
         times = {"preprocess": preprocess, **found.times}
         times["total"] = (time.perf_counter() - start) * 1000
-        each = {name: value / len(images) for name, value in times.items()}
-        return [self._result(found, observations, index, each) for index in range(len(images))]
+        each = {name: value / len(observations) for name, value in times.items()}
+        return [self._result(found, observations, index, each) for index in range(len(observations))]
 
     def inspect(
         self, observations: NDArray[np.float32], *, mask_range: tuple[float, float] | None = None
