@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mdps import __version__
+from mdps.benchmarks.commands import COMMANDS, SOME_FAILED
 from mdps.serving.options import (
     AS_JSON,
     BACKEND,
@@ -18,13 +19,11 @@ from mdps.serving.options import (
     SAMPLES,
     THREADS,
     TRACEBACK,
-    bench_choices,
     export_choices,
     training_choices,
 )
 from mdps.serving.terminal import needs, print_values, run, spoken_warnings
 
-SOME_FAILED = 3  # exit code of a run in which some images could not be judged
 ONE_FILE = "detector.onnx"  # what `mdps single-file` writes into a bundle
 
 FALSE_ALARM_RATE = click.option(
@@ -365,61 +364,8 @@ def doctor(as_json: bool) -> int:
     return 0 if diagnosis.works else 1
 
 
-@cli.command(
-    epilog="""\b
-Examples:
-  mdps demo
-  mdps demo --json --out /var/www/demo"""
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("demo-report"),
-    show_default=True,
-    help="Folder for the report.",
-)
-@THREADS
-@AS_JSON
-@TRACEBACK
-def demo(out: Path, threads: int | None, as_json: bool) -> None:
-    """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
-    with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.demo import run_demo
-    print_values(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
-
-
-@cli.command(
-    epilog="""\b
-Examples:
-  mdps bench bundle
-  mdps bench bundle --ckpt denoiser.pt --peers patchcore,draem,padim,efficientad --out bench
-  mdps bench bundle --batches 2,4,8,16 --samples 2,4,8,16 --torch none --peers none --json"""
-)
-@BUNDLE
-@bench_choices
-@THREADS
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for bench.md, bench.png, bench.json, machine.json."
-)
-@AS_JSON
-@TRACEBACK
-def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
-    """Time a bundle beside torch and other detectors, one image at a time, in one interleaved run.
-
-    Prints a table, or with --json a list of rows; who cannot run here is named with the reason. Exit code 1 where
-    nobody could. Leave the machine alone meanwhile.
-    """
-    from mdps.benchmarks.bench.report import markdown, write_report
-    from mdps.benchmarks.bench.run import BenchOptions, run_bench
-
-    if out is not None:
-        with needs("bench"):
-            import matplotlib  # noqa: F401 - before an hour of measuring, not after it
-    result = run_bench(bundle, BenchOptions(**choices), say=lambda text: click.echo(text, err=True))
-    if out is not None:
-        write_report(result, out)
-    click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
-    return 0 if any(row.median_ms is not None for row in result.rows) else 1
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def main() -> None:

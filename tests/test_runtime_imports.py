@@ -22,6 +22,10 @@ ALLOWED = {
 WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/sweep_demo.py", "benchmarks/train_demo.py"}
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
 ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py"}
+# The commands that measure, and what shows an evaluation with the pictures and pages of an inspection.
+ALSO_SERVING = {
+    f"benchmarks/{name}.py" for name in ("commands", "judges", "gallery", "evaluation_report", "evaluation_page")
+}
 RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
 RUNTIME_LIBRARIES = {"numpy", "PIL", "mdps"}
 
@@ -47,16 +51,18 @@ def test_dependencies_point_one_way(part):
     for path in (ROOT / part).rglob("*.py"):
         if path.relative_to(ROOT).as_posix() in WHOLE_PATH:
             continue
-        also = {"models"} if path.relative_to(ROOT).as_posix() in ALSO_MODELS else set()
+        name = path.relative_to(ROOT).as_posix()
+        also = ({"models"} if name in ALSO_MODELS else set()) | ({"serving"} if name in ALSO_SERVING else set())
         wrong = parts_of(imported(path)) - ALLOWED[part] - {part} - also
         assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
 
 
 def test_nothing_but_the_command_line_imports_what_walks_the_whole_path():
+    commands = "benchmarks/commands.py"
     names = {path[:-3].replace("/", ".") for path in WHOLE_PATH}
     for part in PARTS:
         for path in (ROOT / part).rglob("*.py"):
-            if path.relative_to(ROOT).as_posix() not in WHOLE_PATH:
+            if path.relative_to(ROOT).as_posix() not in WHOLE_PATH | {commands}:
                 assert not [name for name in imported(path) if any(f"mdps.{whole}" in name for whole in names)], path
 
 

@@ -1,0 +1,187 @@
+"""The commands that measure: parse, call, print. What one needs is imported when it runs, so that help is quick."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
+from mdps.serving.terminal import needs, print_values, spoken_warnings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mdps.benchmarks.datasets import Category
+    from mdps.runtime.settings import Settings
+
+SOME_FAILED = 3  # exit code of a run in which some images could not be judged
+
+DATASET = click.argument("dataset", type=click.Path(path_type=Path))
+CATEGORIES = click.option("--category", "names", multiple=True, help="Only this category; may be given several times.")
+EVERY = click.option(
+    "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
+)
+RESOLUTION = click.option(
+    "--resolution",
+    type=click.Choice(["256", "full"]),
+    default="256",
+    show_default=True,
+    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
+)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps evaluate bundle mvtec/bottle --out bottle
+  mdps evaluate bundle mvtec --category bottle --category cable --json
+  mdps evaluate bundle mvtec/bottle --every 8 --samples 4
+\b
+Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
+)
+@BUNDLE
+@DATASET
+@CATEGORIES
+@SAMPLES
+@EVERY
+@RESOLUTION
+@click.option(
+    "--mask-range",
+    type=click.Choice(["per-image", "frozen", "dataset"]),
+    help="Where the mask's min and max come from [default: as exported]; dataset: the first pass's maps of the whole "
+    "test set, as the authors' numbers were made, which no line can do.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for results, plots, pictures and a report.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
+@THREADS
+@BACKEND
+@PRODUCT
+@AS_JSON
+@TRACEBACK
+def evaluate(
+    bundle: Path,
+    dataset: Path,
+    names: tuple[str, ...],
+    every: int,
+    resolution: str,
+    mask_range: str | None,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Measure a bundle on a data set with ground truth: image and pixel AUROC and AP, F1, AUPRO, time.
+
+    DATASET is laid out like MVTec AD, MVTec AD 2, BTAD, VisA or MPDD: its root, or one category's folder. No
+    calibration is needed; where the bundle has one, its threshold's errors are counted. The milliseconds are the median
+    from a decoded picture to its map.
+    """
+    with needs("bench", "cpu"):
+        from mdps.benchmarks.evaluate import evaluate as measure
+        from mdps.benchmarks.evaluation_report import check_folder, markdown, to_json, write_summary
+        from mdps.benchmarks.judges import BundleJudge
+    categories = chosen_categories(dataset, names)
+    if out is not None:
+        check_folder(out)
+    many = len(categories) > 1
+    largest = None if resolution == "full" else int(resolution)
+    with spoken_warnings(), BundleJudge(bundle, changes=_mask_range(mask_range), **options) as judge:
+        found = [
+            measure(judge, one, out=out and (out / one.name if many else out), largest=largest, every=every)
+            for one in categories
+        ]
+    if out is not None and many:
+        write_summary(found, out)
+    failed = [(one, row) for one in found for row in one.failed]
+    for one, row in failed:
+        click.echo(f"{one.category}: {row.path} could not be judged: {row.error}", err=True)
+    if out is not None:
+        click.echo(f"see {out / 'report.html'}", err=True)
+    click.echo(json.dumps(to_json(found)) if as_json else markdown(found).rstrip())
+    return SOME_FAILED if failed else 0
+
+
+def chosen_categories(dataset: Path, names: tuple[str, ...]) -> "tuple[Category, ...]":
+    """The categories of a data set that have test images, or those of `names`; UsageError where there are none."""
+    from mdps.benchmarks.datasets import find_categories
+    from mdps.runtime.errors import UsageError
+
+    found = {one.name: one for one in find_categories(dataset)}
+    for name in names:
+        if name not in found:
+            raise UsageError(f"{dataset} has no category {name!r}: it has {', '.join(found)}")
+    chosen = tuple(found[name] for name in names) or tuple(one for one in found.values() if one.test)
+    if not chosen:
+        raise UsageError(f"{dataset} has no test images: an evaluation needs some, good and defective ones")
+    return chosen
+
+
+def _mask_range(value: Any) -> "Callable[[Settings], Settings] | None":
+    if value is None:
+        return None
+
+    def change(settings: "Settings") -> "Settings":
+        return replace(settings, mask=replace(settings.mask, range=value))
+
+    return change
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps demo
+  mdps demo --json --out /var/www/demo"""
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-report"),
+    show_default=True,
+    help="Folder for the report.",
+)
+@THREADS
+@AS_JSON
+@TRACEBACK
+def demo(out: Path, threads: int | None, as_json: bool) -> None:
+    """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
+    with needs("export", "bench", "cpu"):
+        from mdps.benchmarks.demo import run_demo
+    print_values(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps bench bundle
+  mdps bench bundle --ckpt denoiser.pt --peers patchcore,draem,padim,efficientad --out bench
+  mdps bench bundle --batches 2,4,8,16 --samples 2,4,8,16 --torch none --peers none --json"""
+)
+@BUNDLE
+@bench_choices
+@THREADS
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for bench.md, bench.png, bench.json, machine.json."
+)
+@AS_JSON
+@TRACEBACK
+def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
+    """Time a bundle beside torch and other detectors, one image at a time, in one interleaved run.
+
+    Prints a table, or with --json a list of rows; who cannot run here is named with the reason. Exit code 1 where
+    nobody could. Leave the machine alone meanwhile.
+    """
+    from mdps.benchmarks.bench.report import markdown, write_report
+    from mdps.benchmarks.bench.run import BenchOptions, run_bench
+
+    if out is not None:
+        with needs("bench"):
+            import matplotlib  # noqa: F401 - before an hour of measuring, not after it
+    result = run_bench(bundle, BenchOptions(**choices), say=lambda text: click.echo(text, err=True))
+    if out is not None:
+        write_report(result, out)
+    click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
+    return 0 if any(row.median_ms is not None for row in result.rows) else 1
+
+
+COMMANDS = (evaluate, demo, bench)

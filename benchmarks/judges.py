@@ -1,0 +1,292 @@
+"""A bundle as a judge of test pictures, its passes changed where no new export is needed."""
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps import __version__
+from mdps.benchmarks.looks import Box, Look
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.detector import Detector, Result
+from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
+from mdps.runtime.loading import choose_backend, open_pipeline
+from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.pipeline import Inspection
+from mdps.runtime.preprocessing import Preprocessing, read_image
+from mdps.runtime.schedule import plan_steps
+from mdps.runtime.settings import ScoreSettings, Settings
+from mdps.serving.folder import judge_all
+
+Changes = Callable[[Settings], Settings]
+# What the graphs of a bundle compute and no input of theirs can change (export/step.py, export/score.py).
+BAKED = {
+    "sampler": ("mask_rule", "guidance_norm", "gradient"),
+    "score": tuple(field.name for field in fields(ScoreSettings)),
+}
+_USES_TEST_SET = 'the mask range is that of this very test set (mask range "dataset"): these numbers use the test set'
+_LIBRARIES = ("numpy", "pillow", "onnxruntime", "openvino", "scikit-learn")
+
+
+class BundleJudge:
+    """The detector in the folder `bundle` as an evaluation asks it; close it, or use `with`.
+
+    `changes` turns the bundle's settings into those to judge with: guidance scales, noise levels, steps, the mask pass,
+    the mask's lambda and range, samples and seed are free. UsageError for what is part of the graphs (`BAKED`).
+    With the mask range "dataset" the first pass runs over all pictures before they are judged.
+
+    No calibration is needed. `product`'s is used where the bundle has one that was made with these settings.
+    Raises as `mdps.runtime.load`, and CalibrationError where a frozen mask range was calibrated for another first pass.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        *,
+        changes: Changes | None = None,
+        product: str = "default",
+        backend: str = "onnxruntime",
+        threads: int | None = None,
+        samples: int | None = None,
+        batch: int = 1,
+    ) -> None:
+        require(batch >= 1, f"batch {batch} should be at least 1")
+        self._bundle, self._batch, self._product = bundle, batch, product
+        self.manifest = Manifest.read(bundle)
+        asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
+        if samples is not None:
+            asked = replace(asked, sampler=replace(asked.sampler, samples=samples))
+        check_changes(self.manifest, asked)
+        calibration, self.notes = _fitting(self.manifest, product, asked)
+        frozen = _frozen_range(self.manifest, product, asked)
+        self.settings = _without_needless_range(asked, frozen)
+        self._uses_test_set = self.settings.mask.range == "dataset"
+        if self._uses_test_set:
+            self.notes = (*self.notes, _USES_TEST_SET)
+        self._detector = self._open(calibration, backend, threads, max(8, batch))
+        self._detector.mask_range = frozen
+
+    def _open(self, calibration: Calibration | None, backend: str, threads: int | None, most: int) -> "_RangedDetector":
+        chosen = choose_backend(
+            self._bundle, self.manifest, self.settings, backend=backend, threads=threads, max_batch=most
+        )
+        with ExitStack() as opened:
+            pipeline = open_pipeline(
+                self._bundle, self.manifest, self.settings, opened, backend=chosen, threads=threads, max_batch=most
+            )
+            detector = _RangedDetector(
+                self.manifest, pipeline, calibration, product=self._product, max_batch=most, backend=chosen
+            )
+            detector.warm_up()
+            opened.pop_all()  # only a failure above closes what was opened
+        return detector
+
+    @property
+    def name(self) -> str:
+        """The bundle's."""
+        return self.manifest.name
+
+    @property
+    def threshold(self) -> float | None:
+        """Of the calibration, where there is one for these settings."""
+        return None if self._detector.calibration is None else self._detector.calibration.threshold
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The product's, where it was made with these settings."""
+        return self._detector.calibration
+
+    @property
+    def crop(self) -> Box | None:
+        """In shares of the picture, or None for all of it; with a region of interest only `covered` knows."""
+        shown = self._shown()
+        if shown.roi is not None or shown.crop == "none":
+            return None
+        height, width = shown.image_size
+        left, top, right, bottom = shown.covered_box((width, height))
+        return (left / width, top / height, right / width, bottom / height)
+
+    def covered(self, size: tuple[int, int]) -> Box:
+        """The box in pixels of an upright picture of `size` (W, H) that a map shows; ImageError where there is none."""
+        return self._shown().covered_box(size)
+
+    @property
+    def provenance(self) -> dict[str, object]:
+        """Checkpoint and bundle with their hashes, settings, seed, versions here and at export, what computes."""
+        return {
+            **self._detector.provenance,
+            "bundle_sha256": hashlib.sha256((self._bundle / FILE_NAME).read_bytes()).hexdigest(),
+            "seed": self.settings.sampler.seed,
+            "export_versions": dict(self.manifest.versions),
+            "versions": _versions(),
+            "batch": self._batch,
+            "uses_test_set": self._uses_test_set,
+        }
+
+    def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
+        """Score and map of each picture in order, as a `Judge`; ImageError at one that cannot be judged."""
+        for look in self.looks(paths):
+            if isinstance(look, str):
+                raise ImageError(look)
+            yield look.score, look.anomaly_map
+
+    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
+        """A look for each picture in order, or the sentence that says why there is none."""
+        if self._uses_test_set:
+            self._detector.mask_range = self._range_over(paths)
+        for judged in judge_all(self._detector, paths, self._batch):
+            yield judged.result if isinstance(judged.result, str) else self._look(judged.result)
+
+    def watch(self, told: Callable[[Inspection], object]) -> None:
+        """Call `told` with what each batch of pictures found, in order, before its looks are yielded."""
+        self._detector.watcher = told
+
+    def close(self) -> None:
+        """Free the engines."""
+        self._detector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shown(self) -> Preprocessing:
+        """As if the network saw only what the metrics are taken from."""
+        chosen = self.manifest.preprocessing
+        return replace(chosen, crop="input") if chosen.crop == "metrics" else chosen
+
+    def _look(self, result: Result) -> Look:
+        cut = self._cut()
+        return Look(
+            score=result.score,
+            anomaly_map=result.anomaly_map[cut],
+            ms=result.times["total"],
+            reconstruction=result.posterior_sample[:, *cut],
+        )
+
+    def _cut(self) -> tuple[slice, slice]:
+        """What of a map the metrics are taken from: the authors cut map and truth to the crop."""
+        (height, width), (whole_height, whole_width) = self._shown().network_size, self._detector.map_size
+        top, left = (whole_height - height) // 2, (whole_width - width) // 2
+        return slice(top, top + height), slice(left, left + width)
+
+    def _range_over(self, paths: Sequence[Path]) -> tuple[float, float] | None:
+        """Smallest and largest value of the first pass's maps over all readable pictures."""
+        from tqdm import tqdm
+
+        lows, highs = [], []
+        starts = tqdm(range(0, len(paths), self._batch), desc="mask range", disable=None, leave=False)
+        for start in starts:
+            observations = [*_readable(self._detector, paths[start : start + self._batch])]
+            if observations:
+                maps = self._detector.first_maps(np.stack(observations))
+                lows.append(float(maps.min()))
+                highs.append(float(maps.max()))
+        return (min(lows), max(highs)) if lows else None
+
+
+class _RangedDetector(Detector):
+    """A detector with a mask range that is not its calibration's, and with somebody watching."""
+
+    mask_range: tuple[float, float] | None = None
+    watcher: Callable[[Inspection], object] | None = None
+
+    @property
+    def map_size(self) -> tuple[int, int]:
+        """(H, W) of its maps."""
+        return self.preprocessing.network_size
+
+    def inspect(
+        self, observations: NDArray[np.float32], *, mask_range: tuple[float, float] | None = None
+    ) -> Inspection:
+        found = super().inspect(observations, mask_range=self.mask_range if mask_range is None else mask_range)
+        if self.watcher is not None:
+            self.watcher(found)
+        return found
+
+
+def check_changes(manifest: Manifest, settings: Settings) -> None:
+    """UsageError where `settings` ask of a bundle's graphs what they do not compute."""
+    for part, names in BAKED.items():
+        for name in names:
+            old, new = (getattr(getattr(owner, part), name) for owner in (manifest.settings, settings))
+            if old != new:
+                raise UsageError(
+                    f"{manifest.name} computes with {part}.{name} {old!r} in its graphs, so {new!r} needs an export "
+                    "of its own: export the checkpoint again with it"
+                )
+    guided = any(one.guidance_scale for one in settings.sampler.passes)
+    require(
+        not guided or "guided_step" in manifest.graphs,
+        f"{manifest.name} was exported without guidance: export the checkpoint again with a --guidance-scale above 0",
+    )
+    for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail before the first image
+        plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
+
+
+def _fitting(manifest: Manifest, product: str, asked: Settings) -> tuple[Calibration | None, tuple[str, ...]]:
+    """The product's calibration if its threshold holds under the settings `asked`, and why not if it does not."""
+    calibration = manifest.calibrations.get(product)
+    if calibration is None:
+        require(
+            product == "default",
+            f"{manifest.name} has no calibration for the product {product!r}, "
+            f"only for {', '.join(manifest.calibrations) or 'none'}: choose one of those, or calibrate it",
+        )
+        return None, ()
+    if calibration.samples != asked.sampler.samples or _unseeded(asked) != _unseeded(manifest.settings):
+        return None, (f"the threshold of {manifest.name} was calibrated with other settings: no verdicts are counted",)
+    return calibration, ()
+
+
+def _unseeded(settings: Settings) -> Settings:
+    """Without what a calibration may differ in or names itself."""
+    return replace(settings, sampler=replace(settings.sampler, seed=0, samples=1))
+
+
+def _frozen_range(manifest: Manifest, product: str, asked: Settings) -> tuple[float, float] | None:
+    """The calibrated mask range, where the settings take a frozen one and there is one."""
+    calibration = manifest.calibrations.get(product)
+    if asked.mask.range != "frozen" or asked.sampler.masked_pass is None or calibration is None:
+        return None
+    first = replace(_unseeded(asked).sampler, masked_pass=None)
+    same = first == replace(_unseeded(manifest.settings).sampler, masked_pass=None)
+    if not same or calibration.samples != asked.sampler.samples:
+        raise CalibrationError(
+            f"the frozen mask range of {manifest.name} was calibrated with another first pass: keep the first pass "
+            'and the samples, or choose the mask range "per-image"'
+        )
+    return calibration.mask_range
+
+
+def _without_needless_range(asked: Settings, frozen: tuple[float, float] | None) -> Settings:
+    """A range that no pass runs under is not asked for: without a masked pass the mask changes no score."""
+    if asked.sampler.masked_pass is not None or frozen is not None:
+        return asked
+    return replace(asked, mask=replace(asked.mask, range="per-image"))
+
+
+def _readable(detector: Detector, paths: Sequence[Path]) -> Iterator[NDArray[np.float32]]:
+    for path in paths:
+        try:
+            yield detector.preprocessing(read_image(path))
+        except ImageError:  # it is named when its turn comes to be judged
+            continue
+
+
+def _versions() -> dict[str, str]:
+    found = {"mdps": __version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
