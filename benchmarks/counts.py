@@ -20,11 +20,11 @@ _BATCH = 64  # resamples whose counts are in memory at once
 
 
 class PixelCounts:
-    """Counts of good and defective pixels of n images on common bins: from them AUROC follows for any weights of images.
+    """Counts of good and defective pixels of n images on common bins: AUROC follows from them for any weights.
 
-    An image keeps about 4,000 values of its map with their counts (`tables.compact`: what merges is at most 1/2048 of its
-    good pixels and 1/2048 of its defective ones); all images share about 8,000 bins, chosen by the ranks of all pixels.
-    AUROC differs from the exact one by some 1e-6, for the metric itself use `PixelMetrics`.
+    An image keeps about 4,000 values of its map with their counts (`tables.compact`: what merges is at most 1/2048 of
+    its good pixels and 1/2048 of its defective ones); all images share about 8,000 bins, chosen by the ranks of all
+    pixels. AUROC differs from the exact one by some 1e-6, for the metric itself use `PixelMetrics`.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PixelCounts:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """False-positive and true-positive rates [k], rising from 0 to 1, to plot; None without pixels of both kinds."""
+        """False-positive and true-positive rates [k] from 0 to 1, to plot; None without pixels of both kinds."""
         good, bad = (np.append(0.0, np.cumsum(counts.sum(axis=0)[::-1])) for counts in self._binned)
         return (good / good[-1], bad / bad[-1]) if good[-1] and bad[-1] else None
 
