@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import torch
@@ -58,7 +58,10 @@ def export_bundle(
     say(f"reading {ckpt}")
     denoiser = load_denoiser(ckpt, options.load)
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
-    settings = options.settings(preprocessing.network_size)
+    trained_noise = _trained_noise(denoiser)
+    settings = options.settings(preprocessing.network_size, trained_noise or "gaussian")
+    if settings.sampler.noise != (trained_noise or "gaussian"):
+        say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
@@ -77,6 +80,22 @@ def _trained_preprocessing(denoiser: Denoiser) -> Preprocessing:
     if denoiser.preprocessing is None:
         return Preprocessing(image_size=(side, side))
     return Preprocessing.from_json(denoiser.preprocessing, "the checkpoint's preprocessing")
+
+
+def _trained_noise(denoiser: Denoiser) -> Literal["gaussian", "simplex"] | None:
+    """What the checkpoint's notes say it was trained to remove; None where they say nothing."""
+    training = denoiser.extra.get("training")
+    for notes in (denoiser.extra, training if isinstance(training, dict) else {}):
+        if notes.get("noise") in ("gaussian", "simplex"):
+            return notes["noise"]  # type: ignore[no-any-return]
+    return None
+
+
+def _unknown_noise(chosen: str, trained: str | None) -> str:
+    known = (
+        f"was trained on {trained} noise" if trained else "does not say that it was trained on any but gaussian noise"
+    )
+    return f"the checkpoint {known}, so it cannot tell {chosen} noise from defects: leave out --noise, or train with it"
 
 
 def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing) -> None:
@@ -153,7 +172,8 @@ class _Writer:
             roles["plain_step"] = PlainStep
         if backend == "onnx" and any(scales):
             roles["guided_step"] = GuidedStep
-            prepare_input_gradients(network)
+            if sampler.gradient == "exact":
+                prepare_input_gradients(network)
         for role, step in roles.items():
             for variant, norms in NORM_FORMS.items():
                 denoiser = StepDenoiser(network, self.denoiser.prediction, norms)
@@ -186,7 +206,8 @@ class _Writer:
             name=name,
             settings=self.settings,
             network={"format": report.format, "parameters": report.parameters, **self.denoiser.config.to_json()}
-            | hashes,
+            | hashes
+            | ({"trained_noise": noise} if (noise := _trained_noise(self.denoiser)) else {}),
             schedule=self.denoiser.schedule,
             prediction=self.denoiser.prediction,
             preprocessing=self.preprocessing,
@@ -206,7 +227,7 @@ class _Writer:
 
     def _record(self, role: str, variant: str, module: nn.Module, weights: WeightStore) -> None:
         image = self._image(1)
-        replace_rule = self.settings.sampler.mask_rule == "replace"
+        replace_rule = self.settings.sampler.mask_rule != "blend"
         inputs: dict[str, Tensor | None] = {
             "x_t": image, "observation": image.flip(-1), "mask": (image[:, :1] > 0).float(), "noise": image.flip(-2),
             "mask_noise": image.flip(-1, -2) if replace_rule else None,

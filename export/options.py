@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from mdps.export.methods import method
 from mdps.export.presets import preset
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime.errors import require
@@ -14,7 +15,6 @@ from mdps.runtime.settings import (
     ScoreSettings,
     Settings,
     gaussian_kernel,
-    paper_settings,
     top_pixels,
 )
 
@@ -25,11 +25,15 @@ T = TypeVar("T")
 class ExportOptions:
     """Choices of an export; None leaves a value to the mode or the preset. UsageError for what contradicts itself.
 
-    Without a `preset` ("mvtec/bottle", ..) the mode is `paper`, with one it is `reference`. `crop` "input" cuts
+    `method` names the detector ("mdps", "ddim", "anoddpm", "autoddpm", "ddad"; see `methods`). A `preset`
+    ("mvtec/bottle", ..) is MDPS in the mode `reference`, without one it is `paper`. `noise`: None is what the
+    checkpoint was trained on. `noise_level` is that of the passes which start from the observation; a stitched one
+    keeps its own, and takes steps as long as the first pass's. `crop` "input" cuts
     `crop_size` out of the resized image before the network, "metrics" only for evaluation.
     """
 
     preset: str | None = None
+    method: str | None = None
     guidance_backend: Literal["onnx", "traced"] = "onnx"
     gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
     guidance_norm: Literal["l2", "squared"] | None = None
@@ -37,6 +41,7 @@ class ExportOptions:
     masked_guidance_scale: float | None = None
     noise_level: int | None = None
     steps: int | None = None
+    noise: Literal["gaussian", "simplex"] | None = None
     mask_pass: bool | None = None
     samples: int = 1
     seed: int = 0
@@ -44,6 +49,7 @@ class ExportOptions:
     backbone_weights: Path | None = None
     stages: tuple[int, ...] | None = None
     eta: float | None = None
+    pixel: Literal["l1", "squared", "scaled"] | None = None
     feature_size: int | None = None
     smoothing_sigma: float | None = None
     top: int | None = None
@@ -59,27 +65,36 @@ class ExportOptions:
         changed = trained if self.crop is None else replace(trained, crop=self.crop, crop_size=self.crop_size)
         return changed if self.roi is None else replace(changed, roi=self.roi)
 
-    def settings(self, size: tuple[int, int]) -> Settings:
-        """All settings for a network of `size` (H, W)."""
-        base = paper_settings(size) if self.preset is None else preset(self.preset)
+    def settings(self, size: tuple[int, int], trained_noise: Literal["gaussian", "simplex"] = "gaussian") -> Settings:
+        """All settings for a network of `size` (H, W) that was trained on such noise."""
+        base = self._base(size)
+        base = replace(base, sampler=replace(base.sampler, noise=self.noise or trained_noise))
+        skip = base.sampler.first_pass.skip
         require(
-            self.preset is None or self.steps is None,
-            "--steps belongs to the paper's time index; a preset counts steps by its skip of 20",
+            skip is None or self.steps is None,
+            f"--steps belongs to the paper's time index; this preset or method counts steps by its skip of {skip}",
         )
         mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range)
         return replace(base, sampler=self._sampler(base.sampler), score=self._score(base, size), mask=mask)
+
+    def _base(self, size: tuple[int, int]) -> Settings:
+        require(
+            self.preset is None or self.method in (None, "mdps"),
+            f"a --preset holds the authors' numbers for mdps and says nothing of --method {self.method}: leave one out",
+        )
+        return preset(self.preset) if self.preset is not None else method(self.method or "mdps", size)
 
     def _score(self, base: Settings, size: tuple[int, int]) -> ScoreSettings:
         score = replace(base.score, top=top_pixels(*size)) if base.mode == "reference" else base.score
         kernel = None if self.smoothing_sigma is None else gaussian_kernel(self.smoothing_sigma)
         return _given(
-            score, backbone=self.backbone, stages=self.stages, eta=self.eta, feature_size=self.feature_size,
-            smoothing_sigma=self.smoothing_sigma, smoothing_kernel=kernel, top=self.top,
+            score, backbone=self.backbone, stages=self.stages, eta=self.eta, pixel=self.pixel,
+            feature_size=self.feature_size, smoothing_sigma=self.smoothing_sigma, smoothing_kernel=kernel, top=self.top,
         )  # fmt: skip
 
     def _sampler(self, base: SamplerSettings) -> SamplerSettings:
         first = self._pass(base.first_pass)
-        masked = None if base.masked_pass is None else self._pass(base.masked_pass)
+        masked = None if base.masked_pass is None else self._masked(base.masked_pass, first)
         if self.mask_pass is not None:
             masked = (masked or first) if self.mask_pass else None
         if masked is not None:
@@ -90,6 +105,20 @@ class ExportOptions:
         )
         changed = replace(base, first_pass=first, masked_pass=masked, samples=self.samples, seed=self.seed)
         return _given(changed, gradient=self.gradient, guidance_norm=self.guidance_norm)
+
+    def _masked(self, base: PassSettings, first: PassSettings) -> PassSettings:
+        if base.start == "observation":
+            return self._pass(base)
+        changed = _given(base, guidance_scale=self.guidance_scale)
+        if self.steps is None:
+            return changed
+        stride = max(1, first.noise_level // self.steps)
+        require(
+            base.noise_level % stride == 0,
+            f"{self.steps} steps from {first.noise_level} are {stride} long, and the second pass from "
+            f"{base.noise_level} is no multiple of that: choose other --steps",
+        )
+        return replace(changed, steps=base.noise_level // stride)
 
     def _pass(self, base: PassSettings) -> PassSettings:
         return _given(base, noise_level=self.noise_level, guidance_scale=self.guidance_scale, steps=self.steps)

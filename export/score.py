@@ -63,6 +63,8 @@ class Score(nn.Module):
     def _difference(self, samples: Tensor, observation: Tensor, observation_features: Sequence[Tensor]) -> Tensor:
         """Eqn. 20 for every sample, averaged over samples (eqn. 21): [B, 1, H, W]."""
         residual = (samples - observation.unsqueeze(1)).abs()
+        if self.settings.pixel == "squared":
+            residual = residual * residual
         if self.features is None:
             return (self.settings.eta * residual.sum(dim=2, keepdim=True)).mean(dim=1)
         feature = self._feature_distance(samples, observation_features)
@@ -85,7 +87,7 @@ class Score(nn.Module):
 
     def _pixel(self, residual: Tensor, feature: Tensor) -> Tensor:
         """[B, N_s, 1, H, W]; "scaled" makes the largest pixel difference as large as the largest feature distance."""
-        if self.settings.pixel == "l1":
+        if self.settings.pixel != "scaled":
             return residual.sum(dim=2, keepdim=True)
         pixel = (residual * (0.5 / self.std)).mean(dim=2, keepdim=True)
         largest = pixel.amax(dim=(2, 3, 4), keepdim=True)

@@ -33,15 +33,15 @@ def export_single_file(
     """Write a calibrated bundle as one ONNX file and return its path: `out`, by default `detector.onnx` in the bundle.
 
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
-    does, to 1e-4. Raises CalibrationError without a calibration of `product`, UsageError for a traced bundle or one
-    beyond 2 GB, BackendError where file and bundle disagree; then nothing is written.
+    does, to 1e-4. Raises CalibrationError without a calibration of `product`, UsageError for a bundle that is traced,
+    beyond 2 GB or stitches (AutoDDPM), BackendError where file and bundle disagree; then nothing is written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
     require(
         not out.is_dir() and out.parent.is_dir(), f"{out} cannot be written: give the name of a file, such as x.onnx"
     )
-    _refuse_traced(bundle, Manifest.read(bundle, verify=False))
+    _refuse(bundle, Manifest.read(bundle, verify=False))
     with (
         load(bundle, product=product, warm_up=False) as detector,
         TemporaryDirectory(prefix=".mdps-tmp-", dir=out.parent) as folder,
@@ -55,7 +55,14 @@ def export_single_file(
     return out
 
 
-def _refuse_traced(bundle: Path, manifest: Manifest) -> None:
+def _refuse(bundle: Path, manifest: Manifest) -> None:
+    sampler = manifest.settings.sampler
+    again = any(one.start == "stitched" or one.resamples > 1 for one in sampler.passes)
+    if again or sampler.mask_rule == "inpaint":
+        raise UsageError(
+            f"{bundle} stitches, inpaints or resamples (AutoDDPM), which the single file does not hold: "
+            "deploy the bundle's folder, or export another --method"
+        )
     if any(graph.session == "traced" for graph in manifest.graphs.values()):
         raise UsageError(
             f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "

@@ -17,7 +17,7 @@ Prediction = Literal["eps", "v", "x0"]
 class StepRules:
     """The choices that change the arithmetic of a step and so are fixed when it is exported."""
 
-    mask_rule: Literal["blend", "replace"] = "blend"
+    mask_rule: Literal["blend", "replace", "inpaint"] = "blend"
     guidance_norm: Literal["l2", "squared"] = "l2"
     gradient: Literal["exact", "jacobian-free", "ddad"] = "exact"
     prediction: Prediction = "eps"
@@ -86,7 +86,7 @@ class PlainStep(nn.Module):
         return self._update(x, observation, mask, noise, eps, alpha_t, alpha_s, sigma_t), eps
 
     def _known_noised(self, x: Tensor, y: Tensor, mask: Tensor, z: Tensor | None, alpha: Tensor) -> Tensor:
-        """The authors' code replaces x_t outside the mask by the observation under one fixed noise z."""
+        """The observation under noise z in the place of x_t outside the mask; whose z it is, the sampler says."""
         if self.rules.mask_rule == "blend" or z is None:
             return x
         return keep_normal(mask, x, torch.sqrt(alpha) * y + torch.sqrt(1 - alpha) * z)

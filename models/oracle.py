@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,13 @@ class Oracle:
     """What the paper leaves to choose. The defaults are `paper` mode; `reference()` is what the authors' code does."""
 
     alphas_cumprod: Tensor  # float64 [1000]
-    reference: bool = False
+    reference_times: bool = False
+    known: str = "blend"  # how the part outside the mask is kept: blend, replace, inpaint
     noise_level: int = 200  # T
     steps: int = 10  # N
-    skip: int = 20  # reference mode: the distance of the called timesteps
+    skip: int = 20  # reference times: the distance of the called timesteps
+    resamples: int = 1  # how often a step is made (RePaint)
+    stitched: bool = False  # starts from the pass before inside the mask
     guidance_scale: float = 100.0  # rho, w
     squared_norm: bool = False
     use_jacobian: bool = True
@@ -37,11 +41,27 @@ class Oracle:
     eta: float = 0.3
     mask_lambda: float = 0.1
     top: int = 500  # S
+    pixel: str = "l1"  # l1, squared, scaled
+    pool: int = 0
+    align_corners: bool = False
+    sigma: float = 0.0  # of a Gaussian over the map, on `kernel` pixels
+    kernel: int = 1
+    map_scale: float = 1.0
+    softmax_score: bool = False
     pixel_term: bool = True
     feature_term: bool = True
 
     def with_pass(self, noise_level: int, guidance_scale: float) -> "Oracle":
         return replace(self, noise_level=noise_level, guidance_scale=guidance_scale)
+
+
+def reference(alphas_cumprod: Tensor, **changes: Any) -> Oracle:
+    """What the authors' published code does, with `changes`."""
+    theirs: dict[str, Any] = {
+        "reference_times": True, "known": "replace", "pixel": "scaled", "pool": 3, "align_corners": True,
+        "sigma": 4.0, "kernel": 33, "map_scale": 0.5, "softmax_score": True,
+    }  # fmt: skip
+    return Oracle(alphas_cumprod, **(theirs | changes))
 
 
 def linear_schedule(steps: int = 1000, start: float = 1e-4, end: float = 0.02) -> Tensor:
@@ -52,7 +72,7 @@ def linear_schedule(steps: int = 1000, start: float = 1e-4, end: float = 0.02) -
 def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
     """alpha of the first x_t, then (timestep given to the network, alpha_t, alpha_s) for every step."""
     alpha = oracle.alphas_cumprod.tolist()
-    if oracle.reference:
+    if oracle.reference_times:
         called = list(range(0, oracle.noise_level, oracle.skip))
         after = [1.0] + [alpha[t] for t in called[:-1]]
         return alpha[oracle.noise_level], [(t, alpha[t], s) for t, s in reversed(list(zip(called, after, strict=True)))]
@@ -78,51 +98,93 @@ def guidance_gradient(
     return e.detach(), gradient
 
 
+@dataclass(frozen=True)
+class Noise:
+    """Noises of one pass: `first` [B N_s, 3, H, W], the others a sequence of the same shape, one a step that is made.
+
+    `steps` is what a step adds, `known` what covers the part outside the mask before it, `jumps` the way back after it.
+    """
+
+    first: Tensor
+    steps: Sequence[Tensor]
+    known: Sequence[Tensor] = ()
+    jumps: Sequence[Tensor] = ()
+
+
 def posterior_sampling(
-    eps: Eps, y: Tensor, mask: Tensor, first_noise: Tensor, step_noise: Sequence[Tensor], oracle: Oracle
+    eps: Eps,
+    y: Tensor,
+    mask: Tensor,
+    first_noise: Tensor,
+    step_noise: Sequence[Tensor],
+    oracle: Oracle,
+    start: Tensor | None = None,
+    inpainting: Noise | None = None,
 ) -> Iterator[Tensor]:
     """Algorithm 1: yields x_T, then x_s after every step; the last one is the normal image x_0.
 
-    y [B, 3, H, W] in [-1, 1]; mask [B, 1, H, W], 1 where anomalous; noises like y. In reference mode x_t is replaced
-    outside the mask before each call by y under the first noise; in paper mode eps is blended (eqn. 18).
+    y [B, 3, H, W] in [-1, 1]; mask [B, 1, H, W], 1 where anomalous; noises like y. Outside the mask eps is blended
+    (eqn. 18), or x_t is replaced before each call by y under noise: the first one ("replace", the authors' code), or a
+    fresh one of `inpainting` ("inpaint", RePaint, Lugmayr et al. 2022), where y itself follows the last step. `start`
+    is noised in the place of y.
     """
     a, steps = times(oracle)
-    x_t = math.sqrt(a) * y + math.sqrt(1 - a) * first_noise  # lines 1, 2
+    x_t = math.sqrt(a) * (y if start is None else start) + math.sqrt(1 - a) * first_noise  # lines 1, 2
     yield x_t
-    for (timestep, a, a_s), noise in zip(steps, step_noise, strict=False):  # lines 3, 4
-        if oracle.reference:
-            x_t = mask * x_t + (1 - mask) * (math.sqrt(a) * y + math.sqrt(1 - a) * first_noise)
-        if oracle.guidance_scale == 0:
-            e = eps(x_t, torch.tensor(float(timestep)))
-        else:
-            e, gradient = guidance_gradient(eps, x_t, y, timestep, a, oracle)  # line 5
-            e = e + oracle.guidance_scale * math.sqrt(1 - a) * gradient  # line 6
-        if not oracle.reference:
-            e = (1 - mask) * (x_t - math.sqrt(a) * y) / math.sqrt(1 - a) + mask * e  # lines 7, 8
-        x0 = (x_t - math.sqrt(1 - a) * e) / math.sqrt(a)  # line 9
-        sigma = oracle.eta_ddim * math.sqrt((1 - a_s) / (1 - a)) * math.sqrt(1 - a / a_s)
-        x_t = math.sqrt(a_s) * x0 + math.sqrt(max(1 - a_s - sigma**2, 0.0)) * e + sigma * noise  # lines 10, 11
-        yield x_t
+    made = 0
+    for timestep, a, a_s in steps:  # lines 3, 4
+        repeats = oracle.resamples if a_s < 1 else 1
+        for again in reversed(range(repeats)):
+            z = inpainting.known[made] if inpainting and oracle.known == "inpaint" and made else first_noise
+            x_t = _step(eps, x_t, y, mask, z, step_noise[made], (timestep, a, a_s), oracle)
+            yield x_t
+            if again:
+                assert inpainting is not None
+                x_t = math.sqrt(a / a_s) * x_t + math.sqrt(1 - a / a_s) * inpainting.jumps[made]
+            made += 1
+
+
+def _step(
+    eps: Eps, x_t: Tensor, y: Tensor, mask: Tensor, z: Tensor, noise: Tensor, step: tuple[int, float, float],
+    oracle: Oracle,
+) -> Tensor:  # fmt: skip
+    timestep, a, a_s = step
+    if oracle.known != "blend":
+        x_t = mask * x_t + (1 - mask) * (math.sqrt(a) * y + math.sqrt(1 - a) * z)
+    if oracle.guidance_scale == 0:
+        e = eps(x_t, torch.tensor(float(timestep)))
+    else:
+        e, gradient = guidance_gradient(eps, x_t, y, timestep, a, oracle)  # line 5
+        e = e + oracle.guidance_scale * math.sqrt(1 - a) * gradient  # line 6
+    if oracle.known == "blend":
+        e = (1 - mask) * (x_t - math.sqrt(a) * y) / math.sqrt(1 - a) + mask * e  # lines 7, 8
+    x0 = (x_t - math.sqrt(1 - a) * e) / math.sqrt(a)  # line 9
+    sigma = oracle.eta_ddim * math.sqrt((1 - a_s) / (1 - a)) * math.sqrt(1 - a / a_s)
+    x_s = math.sqrt(a_s) * x0 + math.sqrt(max(1 - a_s - sigma**2, 0.0)) * e + sigma * noise  # lines 10, 11
+    return mask * x_s + (1 - mask) * y if oracle.known == "inpaint" and a_s == 1 else x_s
 
 
 def difference(
     y: Tensor, x0: Tensor, features_y: Sequence[Tensor], features_x0: Sequence[Tensor], oracle: Oracle
 ) -> Tensor:
-    """D(x0, y), eqn. 20: [B, 1, H, W]. In reference mode the authors' normalisation, pooling and smoothing."""
+    """D(x0, y), eqn. 20: [B, 1, H, W], with the authors' pooling, normalisation and smoothing where chosen."""
     size = (int(y.shape[-2]), int(y.shape[-1]))
     feature = torch.zeros_like(y[:, :1])
     if oracle.feature_term:
         for fy, fx in zip(features_y, features_x0, strict=True):
-            if oracle.reference:
-                fy, fx = (F.avg_pool2d(f, 3, stride=1, padding=1) for f in (fy, fx))
+            if oracle.pool:
+                fy, fx = (F.avg_pool2d(f, oracle.pool, stride=1, padding=oracle.pool // 2) for f in (fy, fx))
             distance = 1 - F.cosine_similarity(fx, fy, dim=1).unsqueeze(1)
-            feature = feature + F.interpolate(distance, size, mode="bilinear", align_corners=oracle.reference)
+            feature = feature + F.interpolate(distance, size, mode="bilinear", align_corners=oracle.align_corners)
     pixel = oracle.eta * _pixel_distance(y, x0, feature, oracle) if oracle.pixel_term else torch.zeros_like(feature)
-    return _smooth(feature + pixel) / 2 if oracle.reference else feature + pixel
+    smoothed = _smooth(feature + pixel, oracle.sigma, oracle.kernel) if oracle.sigma else feature + pixel
+    return oracle.map_scale * smoothed
 
 
 def _pixel_distance(y: Tensor, x0: Tensor, feature: Tensor, oracle: Oracle) -> Tensor:
-    if not oracle.reference:
+    if oracle.pixel == "squared":
+        return (y - x0).square().sum(dim=1, keepdim=True)
+    if oracle.pixel == "l1":
         return (y - x0).abs().sum(dim=1, keepdim=True)
     std = torch.tensor(IMAGENET_STD).reshape(1, 3, 1, 1)
     pixel = ((y - x0) / 2 / std).abs().mean(dim=1, keepdim=True)
@@ -131,7 +193,7 @@ def _pixel_distance(y: Tensor, x0: Tensor, feature: Tensor, oracle: Oracle) -> T
     return pixel * ratio if oracle.feature_term else pixel
 
 
-def _smooth(image: Tensor, sigma: float = 4.0, kernel: int = 33) -> Tensor:
+def _smooth(image: Tensor, sigma: float, kernel: int) -> Tensor:
     offsets = torch.arange(kernel, dtype=torch.float32) - kernel // 2
     weights = torch.exp(-(offsets**2) / (2 * sigma**2))
     weights = weights / weights.sum()
@@ -142,7 +204,7 @@ def _smooth(image: Tensor, sigma: float = 4.0, kernel: int = 33) -> Tensor:
 def image_score(anomaly_map: Tensor, oracle: Oracle) -> Tensor:
     """[B]: the mean of the S largest map values (paper); sum of the S largest of a softmax over pixels (reference)."""
     values = anomaly_map.flatten(1)
-    if oracle.reference:
+    if oracle.softmax_score:
         return torch.softmax(values, dim=1).topk(oracle.top).values.sum(dim=1)
     return values.topk(oracle.top).values.mean(dim=1)
 
@@ -154,19 +216,17 @@ def mask_of(anomaly_map: Tensor, oracle: Oracle, low: Tensor | None = None, high
     return (anomaly_map > low + oracle.mask_lambda * (high - low)).float()
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Noises of one pass: `first` [B N_s, 3, H, W], `steps` a sequence of the same shape."""
-
-    first: Tensor
-    steps: Sequence[Tensor]
-
-
 def mdps(
-    eps: Eps, features: Features, y: Tensor, passes: Sequence[tuple[Oracle, Noise]], mask: Tensor | None = None
+    eps: Eps,
+    features: Features,
+    y: Tensor,
+    passes: Sequence[tuple[Oracle, Noise]],
+    mask: Tensor | None = None,
+    previous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The whole method: every pass samples under the mask the one before it made (at first `mask`, 1 by default).
 
+    A stitched pass starts from the samples of the one before it inside the mask (at first `previous`), y outside.
     Returns anomaly map [B, 1, H, W], score [B], the last mask used, the posterior samples of every pass (image-major).
     """
     next_mask = torch.ones_like(y[:, :1]) if mask is None else mask
@@ -175,7 +235,12 @@ def mdps(
         mask = next_mask  # of the pass before
         count = noise.first.shape[0] // y.shape[0]
         many_y, many_mask = y.repeat_interleave(count, dim=0), mask.repeat_interleave(count, dim=0)
-        *_, x0 = posterior_sampling(eps, many_y, many_mask, noise.first, noise.steps, oracle)
+        start = None
+        if oracle.stitched:  # Bercea et al. 2023
+            assert previous is not None
+            start = many_mask * previous + (1 - many_mask) * many_y
+        *_, x0 = posterior_sampling(eps, many_y, many_mask, noise.first, noise.steps, oracle, start, noise)
+        previous = x0
         repeated = [f.repeat_interleave(count, dim=0) for f in features_y]
         differences = difference(many_y, x0, repeated, features(x0), oracle)
         anomaly_map = differences.reshape(y.shape[0], count, 1, *y.shape[-2:]).mean(dim=1)  # eqn. 21

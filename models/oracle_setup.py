@@ -54,10 +54,13 @@ def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Or
     one = sampler.passes[pass_index]
     return Oracle(
         alphas_cumprod=torch.cumprod(1 - torch.tensor(betas, dtype=torch.float64), dim=0),
-        reference=settings.mode == "reference",
+        reference_times=sampler.time_index == "reference",
+        known=sampler.mask_rule,
         noise_level=one.noise_level,
         steps=one.steps or 0,
         skip=one.skip or 0,
+        resamples=one.resamples,
+        stitched=one.start == "stitched",
         guidance_scale=one.guidance_scale,
         squared_norm=sampler.guidance_norm == "squared",
         use_jacobian=sampler.gradient == "exact",
@@ -66,6 +69,13 @@ def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Or
         eta=score.eta,
         mask_lambda=settings.mask.mask_lambda,
         top=score.top,
+        pixel=score.pixel,
+        pool=score.pool,
+        align_corners=score.align_corners,
+        sigma=score.smoothing_sigma,
+        kernel=score.smoothing_kernel,
+        map_scale=score.map_scale,
+        softmax_score=score.image_score == "softmax_top_sum",
         pixel_term=score.eta > 0,
         feature_term=bool(score.stages),
     )

@@ -93,11 +93,14 @@ def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, pass
     shape = (3, *manifest.preprocessing.network_size)
     grey = np.zeros((1, *shape), dtype=np.float32)
     mask = np.ones_like(grey[:, :1])
-    noise = NoiseBank(settings.sampler.seed, shape)
+    noise = NoiseBank(settings.sampler.seed, shape, settings.sampler.noise)
+    previous = np.repeat(grey, settings.sampler.samples, axis=0)
 
     def step() -> None:
         for index in passes:
-            states = posterior_sampling(sessions, manifest.schedule, settings.sampler, grey, mask, index, noise)
+            states = posterior_sampling(
+                sessions, manifest.schedule, settings.sampler, grey, mask, index, noise, previous
+            )
             next(islice(states, 1, None))  # the first of all is the noised image
 
     return step

@@ -156,7 +156,7 @@ class _Opener:
             score=self._open("score"),
             schedule=self.manifest.schedule,
             settings=self.settings,
-            noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size)),
+            noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size), sampler.noise),
         )
 
     def steps(self, passes: Sequence[int]) -> StepSessions:

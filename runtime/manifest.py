@@ -16,11 +16,28 @@ from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_BYTES = 16 * 2**20
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
-MIGRATIONS: dict[int, Migration] = {}
+
+
+def _add_methods(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 knew Gaussian noise, and passes that start from the observation and make each step once."""
+    new_of_pass = {"start": "observation", "resamples": 1}
+    added: dict[str, Any] = {"noise": "gaussian", "first_pass": new_of_pass, "masked_pass": new_of_pass}
+    return _with_missing(obj, {"settings": {"sampler": added}})
+
+
+def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
+    """A copy with the leaves of `added` where `obj` lacks them; what is no object stays for `from_json` to refuse."""
+    if not isinstance(obj, dict):
+        return obj
+    inner = {key: _with_missing(obj[key], value) for key, value in added.items() if key in obj and type(value) is dict}
+    return {key: value for key, value in added.items() if type(value) is not dict} | obj | inner
+
+
+MIGRATIONS: dict[int, Migration] = {1: _add_methods}
 """From each older schema version to the next one."""
 
 

@@ -1,13 +1,17 @@
-"""Gaussian noise from a fixed bank, so that results repeat and depend on neither batch nor order."""
+"""Noise from a fixed bank, so that results repeat and depend on neither batch nor order."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.simplex import simplex_noise
+
 INITIAL = -1
 """Step index of the noise that makes the first x_t (and, in the replace rule, the known part of every x_t)."""
+KNOWN, JUMP = 2**30, 2**31
+"""Added to a step index: the noise of the known part in the inpaint rule; that of the way back before a step again."""
 
 _KEPT_BYTES = 256 * 2**20
 
@@ -16,18 +20,19 @@ class Noise(Protocol):
     """What a sampler draws from; tests put recorded noise here."""
 
     def draw(self, pass_index: int, step_index: int, samples: int) -> NDArray[np.float32]:
-        """Standard normal [samples, 3, H, W]."""
+        """Noise of mean 0 and variance 1, [samples, 3, H, W]."""
 
 
 @dataclass(frozen=True)
 class NoiseBank:
-    """Standard normal noise keyed by (seed, sample, pass, step, shape); the same for every image.
+    """Standard normal or simplex noise keyed by (seed, sample, pass, step, shape); the same for every image.
 
     NumPy promises that the stream of RandomState never changes, which its newer generators do not.
     """
 
     seed: int
     shape: tuple[int, int, int]
+    kind: Literal["gaussian", "simplex"] = "gaussian"
     _kept: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False, compare=False)
 
     def draw(self, pass_index: int, step_index: int, samples: int) -> NDArray[np.float32]:
@@ -44,4 +49,6 @@ class NoiseBank:
     def _one(self, sample: int, pass_index: int, step_index: int) -> NDArray[np.float32]:
         key = np.random.SeedSequence([self.seed, sample, pass_index, step_index + 1, *self.shape])
         stream = np.random.RandomState(np.random.MT19937(key))
+        if self.kind == "simplex":
+            return simplex_noise(stream, self.shape)
         return stream.standard_normal(self.shape).astype(np.float32)

@@ -63,7 +63,7 @@ class Pipeline:
         found = first
         if self.settings.sampler.masked_pass is not None:
             with clock("masked_pass"):
-                samples = self._sample(1, observations, first["mask"])
+                samples = self._sample(1, observations, first["mask"], samples)
             with clock("score"):
                 found = self._score(samples, observations, features, mask_range)
         _check_finite(found)
@@ -117,9 +117,9 @@ class Pipeline:
         with clock("score"):
             return samples, self._score(samples, observations, features, mask_range)
 
-    def _sample(self, pass_index: int, observations: Array, mask: Array) -> Array:
+    def _sample(self, pass_index: int, observations: Array, mask: Array, previous: Array | None = None) -> Array:
         *_, last = posterior_sampling(
-            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise
+            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous
         )
         return last.x
 

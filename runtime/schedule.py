@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -100,12 +100,16 @@ def _build(obj: dict[str, Any]) -> NoiseSchedule:
 
 @dataclass(frozen=True)
 class Step:
-    """Scalars of one step t -> s: what the network is told, the two cumulative products, the noise it adds."""
+    """Scalars of one step t -> s: what the network is told, the two cumulative products, the noise it adds.
+
+    `again`: x_s is noised back to t, and the same step follows once more (RePaint).
+    """
 
     timestep: float
     alpha_t: float
     alpha_s: float
     sigma_t: float
+    again: bool = False
 
 
 def plan_steps(
@@ -119,13 +123,17 @@ def plan_steps(
     `paper`: t = T n / N, s = T (n - 1) / N, alpha(t) = alphas_cumprod[t - 1], alpha(0) = 1, network told t - 1.
     `reference`: what the authors' code does: calls at range(0, T, skip) reversed, alpha(t) = alphas_cumprod[t], the
     last step lands on 1, and the first x_t carries the noise of T although the first call is below T.
+    A step is there `resamples` times but where it lands on 1. eta_ddim = 1 and N = T is the ancestral sampling of DDPM.
     Raises UsageError where T does not fit the schedule or the number of steps.
     """
     plan = _paper_times if time_index == "paper" else _reference_times
     alpha_first, times = plan(schedule, pass_settings)
-    return alpha_first, tuple(
-        Step(timestep, alpha_t, alpha_s, _sigma(alpha_t, alpha_s, eta_ddim)) for timestep, alpha_t, alpha_s in times
-    )
+    steps: list[Step] = []
+    for timestep, alpha_t, alpha_s in times:
+        step = Step(timestep, alpha_t, alpha_s, _sigma(alpha_t, alpha_s, eta_ddim))
+        more = pass_settings.resamples - 1 if alpha_s < 1 else 0
+        steps += [*[replace(step, again=True)] * more, step]
+    return alpha_first, tuple(steps)
 
 
 _Times = tuple[float, list[tuple[float, float, float]]]

@@ -9,31 +9,42 @@ from mdps.runtime.records import Record
 
 @dataclass(frozen=True)
 class PassSettings(Record):
-    """One sampling pass: noise level T, guidance scale (rho, w), and `steps` N (paper index) or `skip` (reference)."""
+    """One sampling pass: noise level T, guidance scale (rho, w), and `steps` N (paper index) or `skip` (reference).
+
+    `start`: what is noised to T, the observation, or "stitched": the samples of the pass before inside the mask and the
+    observation outside (AutoDDPM, Bercea et al. 2023). `resamples`: how often each step but the last is made; before it
+    is made again its result is noised back to where the step began (RePaint, Lugmayr et al. 2022).
+    """
 
     noise_level: int
     guidance_scale: float
     steps: int | None = None
     skip: int | None = None
+    start: Literal["observation", "stitched"] = "observation"
+    resamples: int = 1
 
     def __post_init__(self) -> None:
         require(self.noise_level >= 1, f"noise level {self.noise_level} should be at least 1")
         require(self.guidance_scale >= 0, f"guidance scale {self.guidance_scale} should not be negative")
         require((self.steps is None) != (self.skip is None), "a pass needs either steps or skip, not both")
         require((self.steps or self.skip or 0) >= 1, "steps and skip should be at least 1")
+        require(1 <= self.resamples <= 1000, f"resamples {self.resamples} should lie between 1 and 1000")
 
 
 @dataclass(frozen=True)
 class SamplerSettings(Record):
     """How posterior samples are drawn (Algorithm 1); `masked_pass` None means that one unmasked pass is all.
 
+    `mask_rule`, outside the mask: "blend" takes the noise that leads to the observation for eps (paper); "replace" puts
+    the observation under one noise z in the place of x_t before each call (the authors' code); "inpaint" does so under
+    fresh noise for each call, and without noise after the last (RePaint).
     `gradient`: "exact" is that of the norm of y - x0_hat by x_t; "jacobian-free" takes eps as constant in it; "ddad" is
     x_t - y_t with y_t the observation under the predicted noise (DDAD, Mousakhan et al. 2023). Only "exact" needs the
     network's vector-Jacobian product, at twice the cost of a forward.
     """
 
     time_index: Literal["paper", "reference"]
-    mask_rule: Literal["blend", "replace"]
+    mask_rule: Literal["blend", "replace", "inpaint"]
     guidance_norm: Literal["l2", "squared"]
     gradient: Literal["exact", "jacobian-free", "ddad"]
     eta_ddim: float
@@ -41,11 +52,13 @@ class SamplerSettings(Record):
     masked_pass: PassSettings | None
     samples: int
     seed: int
+    noise: Literal["gaussian", "simplex"] = "gaussian"
 
     def __post_init__(self) -> None:
         require(0 <= self.eta_ddim <= 1, f"eta_ddim {self.eta_ddim} should lie between 0 and 1")
         require(1 <= self.samples <= 4096, f"the number of samples {self.samples} should lie between 1 and 4096")
         require(0 <= self.seed < 2**63, f"seed {self.seed} should lie between 0 and 2**63 - 1")
+        require(self.first_pass.start == "observation", "the first pass has nothing before it to stitch from")
         for settings in self.passes:
             given = "steps" if settings.skip is None else "skip"
             wanted = "steps" if self.time_index == "paper" else "skip"
@@ -61,16 +74,17 @@ class SamplerSettings(Record):
 class ScoreSettings(Record):
     """How a posterior sample and the observation become a map and a score (paper, equations of "Anomaly Scoring").
 
-    `pixel`: "l1" is eta * sum over channels of |y - x0| in [-1, 1]; "scaled" is eta * max(feature map) / max(pixel map)
-    times the mean over channels of the difference in ImageNet-normalised space. `pool` 3 smooths features by a 3 x 3
-    mean, 0 does not. `feature_size`: the feature network sees the image at this size, or its own if larger; None: as it
-    is. `smoothing_sigma` 0: no Gaussian. `top`: how many pixels the image score counts.
+    `pixel`: "l1" is eta * sum over channels of |y - x0| in [-1, 1], "squared" that of (y - x0)^2; "scaled" is eta *
+    max(feature map) / max(pixel map) times the mean over channels of the difference in ImageNet-normalised space.
+    `pool` 3 smooths features by a 3 x 3 mean, 0 does not. `feature_size`: the feature network sees the image at this
+    size, or its own if larger; None: as it is. `smoothing_sigma` 0: no Gaussian. `top`: how many pixels the image score
+    counts.
     """
 
     backbone: str
     stages: tuple[int, ...]
     eta: float
-    pixel: Literal["l1", "scaled"]
+    pixel: Literal["l1", "squared", "scaled"]
     pool: Literal[0, 3]
     align_corners: bool
     feature_size: int | None
@@ -85,7 +99,7 @@ class ScoreSettings(Record):
         require(bool(self.stages) or self.eta > 0, "with no feature stages and eta 0 nothing is left to score")
         require(all(stage >= 1 for stage in self.stages), f"feature stages {self.stages} are counted from 1")
         require(len(set(self.stages)) == len(self.stages), f"feature stages {self.stages} name one twice")
-        require(bool(self.stages) or self.pixel == "l1", 'the "scaled" pixel term needs feature stages: use "l1"')
+        require(bool(self.stages) or self.pixel != "scaled", 'the "scaled" pixel term needs feature stages: use "l1"')
         require(self.feature_size is None or self.feature_size >= 1, "feature_size should be at least 1")
         require(self.smoothing_sigma >= 0, f"smoothing_sigma {self.smoothing_sigma} should not be negative")
         require(self.smoothing_kernel % 2 == 1, f"smoothing_kernel {self.smoothing_kernel} should be odd")
@@ -110,9 +124,9 @@ class MaskSettings(Record):
 
 @dataclass(frozen=True)
 class Settings(Record):
-    """All of the method; `mode` only labels where the values came from."""
+    """All of the method; `mode` only labels where the values came from: the paper, its code, or another method."""
 
-    mode: Literal["paper", "reference"]
+    mode: Literal["paper", "reference", "ddim", "ddad", "anoddpm", "autoddpm"]
     sampler: SamplerSettings
     score: ScoreSettings
     mask: MaskSettings

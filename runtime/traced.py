@@ -45,7 +45,7 @@ class TracedSession:
         self.provider = f"torch {self._torch.__version__} on {provider}"
         self._torch.set_num_threads(threads or available_cpus())
         self._network: Any = _load(self._torch, self._path, self._device)
-        replace = ("mask_noise",) if settings.mask_rule == "replace" else ()
+        replace = ("mask_noise",) if settings.mask_rule != "blend" else ()
         shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(("x_t", "observation"), _IMAGE)
         shapes |= {"mask": (None, 1, None, None), "noise": _IMAGE} | dict.fromkeys(replace, _IMAGE)
         shapes |= dict.fromkeys(("timestep", "alpha_t", "alpha_s", "sigma_t", "guidance_scale"), _SCALAR)
@@ -74,7 +74,7 @@ class TracedSession:
         m, y, a_t, a_s, sigma = f["mask"], f["observation"], f["alpha_t"], f["alpha_s"], f["sigma_t"]
         root_a, root_noise = a_t.sqrt(), (1 - a_t).sqrt()
         x = f["x_t"]
-        if self._settings.mask_rule == "replace":
+        if self._settings.mask_rule != "blend":
             x = m * x + (1 - m) * (root_a * y + root_noise * f["mask_noise"])
         e, gradient = self._eps_and_gradient(x, y, f["timestep"], root_a, root_noise)
         e_phi = e + f["guidance_scale"] * root_noise * gradient

@@ -52,6 +52,10 @@ def _apply(options: Sequence[Callable[[Command], Command]], command: Command) ->
 def export_choices(command: Command) -> Command:
     """What `ExportOptions` and `LoadOptions` hold, under their names."""
     options = (
+        click.option(
+            "--method", type=click.Choice(["mdps", "ddim", "anoddpm", "autoddpm", "ddad"]),
+            help="The detector, with its publication's settings (docs/methods.md) [default: mdps].",
+        ),
         click.option("--preset", help="The authors' settings of a category, such as mvtec/bottle."),
         click.option("--guidance-backend", type=click.Choice(["onnx", "traced"]), default="onnx", show_default=True),
         click.option(
@@ -69,6 +73,10 @@ def export_choices(command: Command) -> Command:
         ),
         click.option("--noise-level", type=click.IntRange(1), help="Step T that images are noised to."),
         click.option("--steps", type=click.IntRange(1), help="Denoising steps N of a pass."),
+        click.option(
+            "--noise", type=click.Choice(["gaussian", "simplex"]),
+            help="What images are noised with [default: what the checkpoint was trained on].",
+        ),
         click.option(
             "--mask-pass/--no-mask-pass", default=None, help="A second pass under the first one's mask, or not."
         ),
@@ -90,6 +98,10 @@ def export_choices(command: Command) -> Command:
             "--stages", callback=_stages, help="Its stages to compare, such as 1,2,3; 'none' compares pixels only."
         ),
         click.option("--eta", type=click.FloatRange(0), help="Weight of the pixel term."),
+        click.option(
+            "--pixel", type=click.Choice(["l1", "squared", "scaled"]),
+            help="The pixel term: absolute, squared, or scaled to the feature distance.",
+        ),
         click.option(
             "--feature-size", type=click.IntRange(1), help="Side that the feature network sees smaller images at."
         ),

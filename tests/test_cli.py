@@ -249,8 +249,9 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
 
     text = (
         "--ckpt a.pt --out b --force --guidance-backend traced --gradient jacobian-free --guidance-norm squared "
-        "--guidance-scale 5 --masked-guidance-scale 6 --noise-level 150 --steps 8 --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
-        "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 "
+        "--guidance-scale 5 --masked-guidance-scale 6 --noise-level 150 --steps 8 --noise simplex "
+        "--method ddim --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
+        "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 --pixel squared "
         "--feature-size 96 --smoothing-sigma 1.5 --top 20 "
         "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 "
         "--num-heads 4 --new-attention-order --prediction v --schedule cosine"
@@ -260,7 +261,8 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
     options = ExportOptions(
         guidance_backend="traced", gradient="jacobian-free", guidance_norm="squared", guidance_scale=5.0,
         masked_guidance_scale=6.0, noise_level=150, steps=8, mask_pass=False, samples=3, seed=7, backbone="resnet18",
-        backbone_weights=Path("w.pth"), stages=(2, 3), eta=0.5, feature_size=96, smoothing_sigma=1.5, top=20,
+        backbone_weights=Path("w.pth"), stages=(2, 3), eta=0.5, pixel="squared", noise="simplex", method="ddim",
+        feature_size=96, smoothing_sigma=1.5, top=20,
         mask_lambda=0.2, mask_range="frozen", crop="input", crop_size=56, roi=(1, 2, 30, 40), load=load,
     )  # fmt: skip
     assert exported == [(Path("a.pt"), Path("b"), options, True)]

@@ -13,7 +13,7 @@ from PIL import Image
 
 import mdps.runtime
 from mdps.runtime import BackendError, BundleError, CalibrationError, ImageError, UsageError, calibrate, load
-from mdps.runtime.manifest import FILE_NAME, CheckpointEntry, GraphEntry, Manifest, hash_files
+from mdps.runtime.manifest import FILE_NAME, SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
@@ -122,7 +122,7 @@ def make_bundle(folder, settings=None, without=()):
     for role in without:
         (folder / f"{role}.onnx").unlink()
     Manifest(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         name="bottle",
         settings=settings or settings_of(),
         network={},

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import BundleError
-from mdps.runtime.manifest import FILE_NAME, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files, migrate
+from mdps.runtime.manifest import (
+    FILE_NAME,
+    SCHEMA_VERSION,
+    CheckpointEntry,
+    FileEntry,
+    GraphEntry,
+    Manifest,
+    hash_files,
+    migrate,
+)
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import paper_settings
@@ -27,7 +36,7 @@ def bundle(tmp_path):
     (folder / "score.onnx").write_bytes(b"graph")
     (folder / "denoiser.weights").write_bytes(b"weights" * 100)
     Manifest(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         name="bottle",
         settings=paper_settings((8, 8)),
         network={"base": 32, "multipliers": [1, 2]},
@@ -129,7 +138,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=2), "schema version 2.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 3.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -186,6 +195,30 @@ def test_older_versions_migrate_step_by_step():
     assert migrate({**old, "schema_version": 3}, "m", table, 3)["name"] == "x"
     with pytest.raises(BundleError, match="version 0, too old"):
         migrate({"schema_version": 0}, "m", table, 3)
+
+
+def test_a_bundle_of_the_first_schema_means_what_it_meant(bundle):
+    """Before noise, starts and resampling were settings: Gaussian, from the observation, each step once."""
+    now = Manifest.read(bundle)
+
+    def age(obj):
+        obj["schema_version"] = 1
+        del obj["settings"]["sampler"]["noise"]
+        for one in ("first_pass", "masked_pass"):
+            for key in ("start", "resamples"):
+                del obj["settings"]["sampler"][one][key]
+
+    spoil(bundle, age)
+    assert Manifest.read(bundle) == now
+    spoil(bundle, lambda obj: obj["settings"]["sampler"].update(masked_pass=None))
+    assert Manifest.read(bundle).settings.sampler.masked_pass is None
+
+
+@pytest.mark.parametrize("sampler", [None, 3, [], {"first_pass": 1}, {}])
+def test_a_damaged_bundle_of_the_first_schema_is_a_sentence(bundle, sampler):
+    spoil(bundle, lambda obj: obj.update(schema_version=1, settings=obj["settings"] | {"sampler": sampler}))
+    with pytest.raises(BundleError, match="sampler"):
+        Manifest.read(bundle)
 
 
 JSON = st.recursive(

@@ -13,7 +13,7 @@ from mdps.models.checkpoints import LoadOptions, load_denoiser
 from mdps.models.unet import UNet
 
 ALPHAS = o.linear_schedule()
-REFERENCE = o.Oracle(ALPHAS, reference=True, eta=7.0)
+REFERENCE = o.reference(ALPHAS, eta=7.0)
 PAPER = o.Oracle(ALPHAS, top=8)
 
 

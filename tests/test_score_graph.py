@@ -42,6 +42,12 @@ def unit(features: list[Tensor], settings: ScoreSettings) -> tuple[Tensor, ...]:
     return result
 
 
+def oracle_for(settings: ScoreSettings) -> o.Oracle:
+    make = o.reference if settings.pool == 3 else o.Oracle
+    oracle = make(ALPHAS, eta=settings.eta, top=settings.top, mask_lambda=0.1)
+    return oracle if settings.pixel == "scaled" else replace(oracle, pixel=settings.pixel)
+
+
 def oracle_map(y: Tensor, samples: Tensor, settings: ScoreSettings) -> Tensor:
     """Map of images [B] from samples [B, N_s], features by hand, each sample alone."""
     backbone = load_backbone("random_tiny", stages=settings.stages)
@@ -52,7 +58,7 @@ def oracle_map(y: Tensor, samples: Tensor, settings: ScoreSettings) -> Tensor:
             image = nn.functional.interpolate(image, [settings.feature_size] * 2, mode="bilinear")
         return list(backbone(((image + 1) / 2 - mean) / std))
 
-    oracle = o.Oracle(ALPHAS, reference=settings.pool == 3, eta=settings.eta, top=settings.top)
+    oracle = oracle_for(settings)
     maps = [
         torch.stack(
             [o.difference(y[b : b + 1], s[None], features(y[b : b + 1]), features(s[None]), oracle) for s in many]
@@ -62,7 +68,7 @@ def oracle_map(y: Tensor, samples: Tensor, settings: ScoreSettings) -> Tensor:
     return torch.stack(maps).mean(dim=1)[:, 0]
 
 
-@pytest.fixture(params=[PAPER, REFERENCE], ids=["paper", "reference"])
+@pytest.fixture(params=[PAPER, REFERENCE, replace(PAPER, pixel="squared")], ids=["paper", "reference", "squared"])
 def settings(request: pytest.FixtureRequest) -> ScoreSettings:
     result: ScoreSettings = request.param
     return result
@@ -100,7 +106,7 @@ def test_the_graph_equals_the_oracle_at_every_batch(
         feeds |= {name: torch.tensor(value) for name, value in SCALARS.items()}
         found, score, mask = graph.run(None, {name: value.numpy() for name, value in feeds.items()})
         wanted = oracle_map(y, samples, settings)
-        oracle = o.Oracle(ALPHAS, reference=settings.pool == 3, top=settings.top, mask_lambda=0.1)
+        oracle = oracle_for(settings)
         assert np.abs(found - wanted.numpy()).max() < 1e-5
         assert np.abs(score - o.image_score(wanted, oracle).numpy()).max() < 1e-6
         assert np.abs(mask - o.mask_of(wanted, oracle).numpy()).mean() < 1e-3

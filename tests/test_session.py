@@ -220,7 +220,7 @@ def expected_step(network, f, settings, prediction):
     found = []
     for i in range(len(f["x_t"])):
         y, m, x = (f[name][i : i + 1] for name in ("observation", "mask", "x_t"))
-        if settings.mask_rule == "replace":
+        if settings.mask_rule != "blend":
             x = m * x + (1 - m) * (a.sqrt() * y + (1 - a).sqrt() * f["mask_noise"][i : i + 1])
         x = x.clone().requires_grad_()
         n = network(x, f["timestep"])[:, :3]
@@ -250,7 +250,7 @@ def expected_step(network, f, settings, prediction):
         REFERENCE,
         replace(PAPER, guidance_norm="squared"),
         replace(PAPER, gradient="jacobian-free"),
-        replace(REFERENCE, gradient="ddad"),
+        replace(REFERENCE, gradient="ddad", mask_rule="inpaint"),
     ],
     ids=["blend", "replace", "squared", "jacobian-free", "ddad"],
 )

@@ -54,23 +54,22 @@ def run(graph: onnxruntime.InferenceSession, values: dict[str, np.ndarray]) -> l
 
 def wanted(network: UNet, rules: StepRules, values: dict[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
     """x_s, eps and gradient by the oracle's own loop and autograd."""
-    reference = rules.mask_rule == "replace"
+    replaced = rules.mask_rule != "blend"
     t = {name: torch.from_numpy(value) for name, value in values.items()}
     alphas = torch.full((1000,), ALPHA_S, dtype=torch.float64)
     alphas[TIMESTEP] = ALPHA
     oracle = o.Oracle(
         alphas,
-        reference=reference,
         squared_norm=rules.guidance_norm == "squared",
         use_jacobian=rules.gradient == "exact",
         ddad=rules.gradient == "ddad",
     )
     x = t["x_t"]
-    if reference:
+    if replaced:
         x = t["mask"] * x + (1 - t["mask"]) * (ALPHA**0.5 * t["observation"] + (1 - ALPHA) ** 0.5 * t["mask_noise"])
     eps, gradient = o.guidance_gradient(network, x, t["observation"], TIMESTEP, ALPHA, oracle)
     e = eps + 100.0 * (1 - ALPHA) ** 0.5 * gradient
-    if not reference:
+    if not replaced:
         e = (1 - t["mask"]) * (x - ALPHA**0.5 * t["observation"]) / (1 - ALPHA) ** 0.5 + t["mask"] * e
     x0 = (x - (1 - ALPHA) ** 0.5 * e) / ALPHA**0.5
     sigma = float(t["sigma_t"])
@@ -101,6 +100,7 @@ def test_every_variant_at_every_batch(
         StepRules(guidance_norm="squared"),
         StepRules(gradient="jacobian-free"),
         StepRules(gradient="ddad"),
+        StepRules(mask_rule="inpaint", gradient="ddad"),
         StepRules(mask_rule="replace", guidance_norm="squared", gradient="jacobian-free"),
     ],
     ids=str,

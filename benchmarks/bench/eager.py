@@ -37,6 +37,8 @@ class Eager:
         self.timer: Timer = torch_timer(spec.device)
         self.facts: dict[str, Any] = {"note": f"torch {torch.__version__}"}
         self._settings = manifest.settings
+        if self._settings.sampler.mask_rule == "inpaint":
+            raise SkippedError("stitching and resampling (AutoDDPM) are not among the ways in torch")
         denoiser = _denoiser(spec, manifest)
         network = _way(spec.variant, denoiser.network.to(spec.device))
         self._eps = eps_of(network, denoiser.prediction, denoiser.schedule)
@@ -47,7 +49,7 @@ class Eager:
         images = np.stack([observation(size, index) for index in range(spec.batch)])
         self._y = torch.from_numpy(images).to(spec.device)
         samples = spec.samples or self._settings.sampler.samples
-        bank = NoiseBank(self._settings.sampler.seed, (3, *size))
+        bank = NoiseBank(self._settings.sampler.seed, (3, *size), self._settings.sampler.noise)
         self._passes = [
             (
                 oracle_of(self._settings, manifest.schedule.betas, index),

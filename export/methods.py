@@ -1,0 +1,86 @@
+"""Detectors by diffusion as settings of the one sampler, each with what its publication and its code chose.
+
+What differs from the publications is told in docs/methods.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mdps.runtime.errors import UsageError
+from mdps.runtime.settings import (
+    MaskSettings,
+    PassSettings,
+    Settings,
+    gaussian_kernel,
+    paper_settings,
+    reference_settings,
+    top_pixels,
+)
+
+Size = tuple[int, int]
+
+
+def ddim(size: Size) -> Settings:
+    """Denoising without guidance or mask: the baseline of the paper's ablation, with its score (Song et al. 2021)."""
+    base = paper_settings(size)
+    first = replace(base.sampler.first_pass, guidance_scale=0.0)
+    return replace(base, mode="ddim", sampler=replace(base.sampler, first_pass=first, masked_pass=None))
+
+
+def ddad(size: Size) -> Settings:
+    """DDAD (Mousakhan et al. 2023, arXiv:2305.15956), numbers of the authors' config.yaml (github.com/arimousa/DDAD).
+
+    T = 250 in steps of 25, eta 1, v 1; w = 4 is the median of their README's fifteen values for MVTec AD (0 to 11).
+    Their Gaussian of 4 pixels at 256 is scaled to `size`; the image score is the map's maximum.
+    """
+    base = reference_settings(
+        eta=1, guidance_mask_pass=0, guidance=4, mask_steps=0, test_steps=250, skip=25, mask_lambda=0.1
+    )
+    sigma = 4.0 * min(size) / 256
+    score = replace(
+        base.score, backbone="efficientnet_lite0", feature_size=224, smoothing_sigma=sigma,
+        smoothing_kernel=gaussian_kernel(sigma), map_scale=1.0, image_score="top_mean", top=1,
+    )  # fmt: skip
+    sampler = replace(base.sampler, gradient="ddad")
+    return Settings("ddad", sampler, score, MaskSettings(0.1, "per-image"))
+
+
+def anoddpm(size: Size) -> Settings:
+    """AnoDDPM (Wyatt et al. 2022): T = 250 and every step back, squared difference of the pixels.
+
+    The noise is what the checkpoint was trained on; theirs is simplex noise (github.com/Julian-Wyatt/AnoDDPM).
+    """
+    base = paper_settings(size)
+    every_step = PassSettings(noise_level=250, guidance_scale=0.0, steps=250)
+    score = replace(base.score, stages=(), pixel="squared", eta=1.0, top=top_pixels(*size))
+    return replace(
+        base, mode="anoddpm", sampler=replace(base.sampler, first_pass=every_step, masked_pass=None), score=score
+    )
+
+
+def autoddpm(size: Size) -> Settings:
+    """AutoDDPM (Bercea et al. 2023, arXiv:2305.19643), numbers of autoddpm.yaml (github.com/ci-ber/autoDDPM).
+
+    T = 200 and every step back; a mask at 0.13; the stitched image to T = 50 and back, each step made five times.
+    """
+    base = paper_settings(size)
+    first = PassSettings(noise_level=200, guidance_scale=0.0, steps=200)
+    again = PassSettings(noise_level=50, guidance_scale=0.0, steps=50, start="stitched", resamples=5)
+    sampler = replace(base.sampler, mask_rule="inpaint", first_pass=first, masked_pass=again)
+    return replace(base, mode="autoddpm", sampler=sampler, mask=MaskSettings(0.13, "per-image"))
+
+
+METHODS: dict[str, Callable[[Size], Settings]] = {
+    "mdps": paper_settings,
+    "ddim": ddim,
+    "anoddpm": anoddpm,
+    "autoddpm": autoddpm,
+    "ddad": ddad,
+}
+
+
+def method(name: str, size: Size) -> Settings:
+    """Settings of a method by its name, for a network of `size` (H, W); UsageError with the known names otherwise."""
+    if name not in METHODS:
+        raise UsageError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
+    return METHODS[name](size)

@@ -1,0 +1,295 @@
+"""The other detectors as settings of the one sampler: against diffusers' schedulers, and exported through the gate."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler, RePaintScheduler
+from torch import Tensor, nn
+
+from mdps.export import ExportOptions, export_bundle
+from mdps.export.methods import METHODS, method
+from mdps.export.single_file import export_single_file
+from mdps.export.step import GuidedStep, PlainStep, StepRules
+from mdps.models.checkpoints import LoadOptions
+from mdps.runtime import load
+from mdps.runtime.calibration import Calibration
+from mdps.runtime.errors import UsageError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.noise import INITIAL, JUMP, KNOWN, NoiseBank
+from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.schedule import NoiseSchedule, plan_steps
+from mdps.runtime.settings import PassSettings, SamplerSettings
+
+SHAPE = (3, 8, 8)
+SCHEDULE = NoiseSchedule.linear()
+BETAS = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "clip_sample": False}
+BANK = NoiseBank(0, SHAPE)
+
+
+def eps_of_gaussian(x: Tensor, a: Any) -> Tensor:
+    """The exact denoiser where every pixel of the data is drawn from N(0.2, 0.3^2)."""
+    expected = (0.09 * a**0.5 * x + (1 - a) * 0.2) / (a * 0.09 + 1 - a)
+    return (x - a**0.5 * expected) / (1 - a) ** 0.5
+
+
+class GaussianDenoiser(nn.Module):
+    def forward(self, x_t: Tensor, timestep: Tensor, alpha_t: Tensor) -> Tensor:
+        return eps_of_gaussian(x_t, alpha_t)
+
+
+class ModuleSession:
+    """A step module as a session."""
+
+    provider = "torch"
+    outputs: tuple[str, ...]
+
+    def __init__(self, sampler: SamplerSettings, guided: bool = False) -> None:
+        rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient)
+        self.module = (GuidedStep if guided else PlainStep)(GaussianDenoiser(), rules)  # type: ignore[arg-type]
+        names = ("x_t", "observation", "mask", "noise", "mask_noise", "timestep", "alpha_t", "alpha_s", "sigma_t")
+        self.inputs = (*names, "guidance_scale") if guided else names
+        self.outputs = ("x_s", "eps", "guidance_gradient") if guided else ("x_s", "eps")
+
+    def run(self, feeds: Any, outputs: Any = None) -> dict[str, np.ndarray]:
+        found = self.module(*(torch.from_numpy(feeds[name]) for name in self.inputs))
+        return {name: value.numpy() for name, value in zip(self.outputs, found, strict=True)}
+
+    def close(self) -> None:
+        pass
+
+
+def sample(
+    sampler: SamplerSettings, y: np.ndarray, mask: np.ndarray, index: int, bank: Any = BANK, previous: Any = None
+) -> np.ndarray:
+    sessions = StepSessions(ModuleSession(sampler, guided=True), ModuleSession(sampler))
+    *_, last = posterior_sampling(sessions, SCHEDULE, sampler, y, mask, index, bank, previous)
+    return last.x
+
+
+def images(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (count, *SHAPE)).astype(np.float32)
+
+
+def half_mask(count: int) -> np.ndarray:
+    mask = np.zeros((count, 1, 8, 8), dtype=np.float32)
+    mask[..., 2:6] = 1
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "simplex"])
+def test_anoddpm_is_ancestral_sampling_of_diffusers(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDPM with the posterior's variance ("fixed_small") is DDIM at eta 1 and a stride of one."""
+    sampler = method("anoddpm", (8, 8)).sampler
+    y, bank = images(2), NoiseBank(0, SHAPE, kind)
+    theirs = DDPMScheduler(variance_type="fixed_small", **BETAS)
+    theirs.set_timesteps(1000)
+    x = theirs.add_noise(torch.tensor(y), torch.tensor(bank.draw(0, INITIAL, 1)), torch.tensor([249]))
+    for n, t in enumerate(range(249, -1, -1)):
+        noise = torch.from_numpy(np.tile(bank.draw(0, n, 1), (2, 1, 1, 1)))
+        monkeypatch.setattr("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, z=noise, **__: z)
+        eps = eps_of_gaussian(x.double(), float(theirs.alphas_cumprod[t])).float()
+        x = theirs.step(eps, t, x).prev_sample
+    found = sample(sampler, y, np.ones_like(y[:, :1]), 0, bank)
+    np.testing.assert_allclose(found, x.numpy(), atol=2e-4)
+    assert np.abs(found - y).max() > 0.1
+
+
+class _Played:
+    """RePaint's noises as ours: its known part is noised before the way back, ours after it."""
+
+    def __init__(self, made: list[Tensor], back: list[Tensor], steps: Any) -> None:
+        self.made, self.back, self.steps = made, back, steps
+
+    def draw(self, pass_index: int, step_index: int, samples: int) -> np.ndarray:
+        if step_index == INITIAL or step_index < KNOWN:
+            return (
+                BANK.draw(pass_index, step_index, samples) if step_index == INITIAL else self.made[step_index].numpy()
+            )
+        if step_index >= JUMP:
+            return self.back[step_index - JUMP].numpy()
+        before = self.steps[step_index - KNOWN - 1]
+        z = self.made[step_index - KNOWN - 1]  # diffusers takes one noise for step and known part
+        if before.again:
+            ratio = before.alpha_t / before.alpha_s
+            total = (1 - before.alpha_t) ** 0.5
+            z = (
+                (ratio * (1 - before.alpha_s)) ** 0.5 * z + (1 - ratio) ** 0.5 * self.back[step_index - KNOWN - 1]
+            ) / total
+        return z.numpy().astype(np.float32)
+
+
+def test_resampling_is_repaint_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = method("autoddpm", (8, 8)).sampler
+    y, mask, previous = images(1), half_mask(1), images(1, seed=5)
+    _, steps = plan_steps(SCHEDULE, "paper", sampler.passes[1], 1.0)
+    assert len(steps) == 49 * 5 + 1
+    draw = np.random.default_rng(1)
+    made, back = ([torch.from_numpy(draw.normal(size=(1, *SHAPE)).astype(np.float32)) for _ in steps] for _ in "ab")
+
+    theirs = RePaintScheduler(eta=1.0, **BETAS)
+    theirs.set_timesteps(1000, jump_length=1, jump_n_sample=5)
+    start = torch.from_numpy(np.where(mask > 0, previous, y))
+    a = float(SCHEDULE.alphas_cumprod[49])
+    x = a**0.5 * start + (1 - a) ** 0.5 * torch.tensor(BANK.draw(1, INITIAL, 1))
+    noises: list[Tensor] = []
+    monkeypatch.setattr("diffusers.schedulers.scheduling_repaint.randn_tensor", lambda *_, **__: noises.pop())
+    known = torch.from_numpy(1 - mask)
+    for n, step in enumerate(steps):
+        t = int(step.timestep)
+        noises.append(made[n])
+        x = theirs.step(eps_of_gaussian(x, step.alpha_t), t, x, torch.from_numpy(y), known).prev_sample
+        if step.again:
+            noises.append(back[n])
+            x = theirs.undo_step(x, t)
+    found = sample(sampler, y, mask, 1, _Played(made, back, steps), previous)
+    np.testing.assert_allclose(found, x.numpy(), atol=5e-4)
+    np.testing.assert_array_equal(found[..., :2], y[..., :2])
+    assert np.abs(found[..., 2:6] - y[..., 2:6]).max() > 0.1
+
+
+def test_ddad_is_its_publications_update() -> None:
+    """Conditioned noise, predicted image and DDIM step as printed, at the times of its code."""
+    sampler, y = method("ddad", (8, 8)).sampler, images(2)
+    alpha = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    x = alpha[250] ** 0.5 * y + (1 - alpha[250]) ** 0.5 * BANK.draw(0, INITIAL, 1)
+    times = list(range(0, 250, 25))
+    for n, (t, s) in enumerate(zip(reversed(times), [*reversed(times[:-1]), -1], strict=True)):
+        a, a_s = alpha[t], alpha[s] if s >= 0 else 1.0
+        eps = eps_of_gaussian(torch.from_numpy(x), a).numpy()
+        y_t = a**0.5 * y + (1 - a) ** 0.5 * eps
+        eps = eps - 4 * (1 - a) ** 0.5 * (y_t - x)
+        sigma = ((1 - a_s) / (1 - a) * (1 - a / a_s)) ** 0.5
+        noise = BANK.draw(0, n, 1) if s >= 0 else 0
+        x = a_s**0.5 * (x - (1 - a) ** 0.5 * eps) / a**0.5 + (1 - a_s - sigma**2) ** 0.5 * eps + sigma * noise
+    np.testing.assert_allclose(sample(sampler, y, np.ones_like(y[:, :1]), 0), x, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["autoddpm", "ddad"])
+def test_a_result_depends_on_neither_batch_nor_order(name: str) -> None:
+    sampler = method(name, (8, 8)).sampler
+    sampler = replace(sampler, samples=2, first_pass=replace(sampler.first_pass, **_few(sampler.first_pass)))
+    index = len(sampler.passes) - 1
+    y, m, previous = images(4), half_mask(4), images(8, seed=3)
+    m[1] = 1  # an image whose mask is full has no known part
+    together = sample(sampler, y, m, index, previous=previous).reshape(4, 2, *SHAPE)
+    order = [2, 0, 3, 1]
+    shuffled = previous.reshape(4, 2, *SHAPE)[order].reshape(8, *SHAPE)
+    found = sample(sampler, y[order], m[order], index, previous=shuffled).reshape(4, 2, *SHAPE)
+    np.testing.assert_allclose(found, together[order], atol=1e-5)
+    for i in range(4):
+        alone = sample(sampler, y[i : i + 1], m[i : i + 1], index, previous=previous[2 * i : 2 * i + 2])
+        np.testing.assert_allclose(alone, together[i], atol=1e-5)
+
+
+def _few(one: PassSettings) -> dict[str, Any]:
+    return {"steps": 10} if one.steps else {}
+
+
+def test_a_stitched_pass_needs_what_it_stitches() -> None:
+    sampler = method("autoddpm", (8, 8)).sampler
+    with pytest.raises(UsageError, match="none were given"):
+        sample(sampler, images(1), half_mask(1), 1)
+
+
+def test_no_method_but_mdps_calls_for_a_backward_pass() -> None:
+    for name in METHODS:
+        sampler = method(name, (64, 64)).sampler
+        backward = any(one.guidance_scale for one in sampler.passes) and sampler.gradient == "exact"
+        assert backward == (name == "mdps"), name
+        assert method(name, (64, 64)).mode == ("paper" if name == "mdps" else name)
+    with pytest.raises(UsageError, match="mdps, ddim, anoddpm, autoddpm, ddad"):
+        method("ddpm", (64, 64))
+
+
+OPTIONS = ExportOptions(backbone="random_tiny", load=LoadOptions(image_size=32))
+SHORT = {"ddim": {"steps": 5}, "anoddpm": {"steps": 25}, "autoddpm": {"steps": 20}, "ddad": {}}
+
+
+@pytest.fixture(scope="module", params=SHORT)
+def exported(request: pytest.FixtureRequest, small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of each method with few steps, which has passed the gate."""
+    options = replace(OPTIONS, method=request.param, **SHORT[request.param])
+    return export_bundle(small_checkpoint, tmp_path_factory.mktemp("methods") / request.param, options)
+
+
+def picture(seed: int) -> np.ndarray:
+    return np.random.RandomState(seed).randint(0, 256, (40, 40, 3), dtype=np.uint8)
+
+
+def test_each_method_is_exported_judges_and_repeats(exported: Path) -> None:
+    manifest = Manifest.read(exported)
+    assert manifest.settings.mode == exported.name
+    graphs = {"plain_step", "score"} | ({"guided_step"} if exported.name == "ddad" else set())
+    assert graphs <= set(manifest.graphs)
+    assert ("guided_step" in manifest.graphs) == (exported.name == "ddad")
+    with load(exported, calibrated=False) as detector:
+        one, two = detector(picture(1)), detector.batch([picture(2), picture(1)])[1]
+    assert abs(one.score - two.score) < 1e-5
+    assert np.abs(one.anomaly_map - two.anomaly_map).max() < 1e-5
+    assert one.score > 0
+    if exported.name == "autoddpm":
+        assert 0 < one.mask.mean() < 1
+        outside = np.broadcast_to(~one.mask, one.observation.shape)
+        np.testing.assert_array_equal(one.posterior_sample[outside], one.observation[outside])
+
+
+def test_a_single_file_holds_a_method_or_says_that_it_does_not(exported: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(exported)
+    manifest.with_calibration("default", Calibration(0.5, 0.05, 0.05, 20, 0.0, 1.5, 0.0, 1.25, 1, 0)).write(exported)
+    if exported.name == "autoddpm":
+        with pytest.raises(UsageError, match="AutoDDPM"):
+            export_single_file(exported, tmp_path / "one.onnx")
+    else:  # compares with the bundle before it gives the file its name
+        assert export_single_file(exported, tmp_path / "one.onnx").is_file()
+
+
+def test_the_traced_backend_inpaints_and_resamples_under_ddads_gradient(small_checkpoint: Path, tmp_path: Path) -> None:
+    options = replace(
+        OPTIONS, method="autoddpm", gradient="ddad", guidance_backend="traced", guidance_scale=1.0, steps=8
+    )
+    bundle = export_bundle(small_checkpoint, tmp_path / "traced", options)
+    assert Manifest.read(bundle).graphs["guided_step"].session == "traced"
+
+
+def test_simplex_noise_is_what_a_checkpoint_trained_on_it_gets(small_denoiser: Any, tmp_path: Path) -> None:
+    from mdps.models.checkpoints import save_denoiser
+
+    path, said = tmp_path / "denoiser.safetensors", []
+    save_denoiser(path, small_denoiser.network, SCHEDULE, extra={"training": {"noise": "simplex"}})
+    options = ExportOptions(method="anoddpm", steps=5, backbone="random_tiny")
+    bundle = export_bundle(path, tmp_path / "a", options, say=said.append)
+    assert Manifest.read(bundle).settings.sampler.noise == "simplex"
+    assert not [line for line in said if "Warning" in line]
+    with load(bundle, calibrated=False) as detector:
+        assert detector(picture(0)).score > 0
+    export_bundle(path, tmp_path / "b", replace(options, noise="gaussian"), say=said.append)
+    assert "was trained on simplex noise" in next(line for line in said if "Warning" in line)
+
+
+def test_a_checkpoint_that_does_not_know_simplex_noise_is_warned_of(small_checkpoint: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    export_bundle(
+        small_checkpoint, tmp_path / "a", replace(OPTIONS, method="anoddpm", steps=5, noise="simplex"), say=said.append
+    )
+    assert "cannot tell simplex noise from defects" in next(line for line in said if "Warning" in line)
+
+
+def test_options_change_a_method_where_they_fit() -> None:
+    both = ExportOptions(method="autoddpm", steps=20).settings((64, 64)).sampler.passes
+    assert [(one.noise_level, one.steps, one.resamples) for one in both] == [(200, 20, 1), (50, 5, 5)]
+    deeper = ExportOptions(method="autoddpm", noise_level=300, steps=30).settings((64, 64)).sampler.passes
+    assert [one.noise_level for one in deeper] == [300, 50]
+    for options, words in (
+        (ExportOptions(method="autoddpm", steps=10), "other --steps"),
+        (ExportOptions(method="ddad", steps=10), "skip of 25"),
+        (ExportOptions(method="ddad", preset="mvtec/bottle"), "leave one out"),
+        (ExportOptions(method="patchcore"), "there is no method"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            options.settings((64, 64))
+    ddad = ExportOptions(method="ddad").settings((256, 256)).score
+    assert (ddad.smoothing_sigma, ddad.smoothing_kernel, ddad.top) == (4.0, 33, 1)
