@@ -11,6 +11,7 @@ import click
 
 from mdps import __version__
 from mdps.benchmarks.commands import COMMANDS, SOME_FAILED
+from mdps.serving.http.command import serve
 from mdps.serving.options import (
     AS_JSON,
     BACKEND,
@@ -366,6 +367,9 @@ def doctor(as_json: bool) -> int:
 
 for command in COMMANDS:
     cli.add_command(command)
+
+
+cli.add_command(serve)
 
 
 def main() -> None:

@@ -64,6 +64,16 @@ def strip(
     return _side_by_side([image, *made, heat, contour])
 
 
+def heat_picture(observation: Unit, anomaly_map: NDArray[np.float32], heat_range: HeatRange) -> Image.Image:
+    """The map's heat over the image, enlarged as in `strip`, which describes the arguments."""
+    return Image.fromarray(_enlarger_of(anomaly_map)(_heat_over(to_uint8(observation), heat_range(anomaly_map))))
+
+
+def plain_picture(observation: Unit) -> Image.Image:
+    """The image alone, in the size of `heat_picture`."""
+    return Image.fromarray(_enlarger_of(observation[0])(to_uint8(observation)))
+
+
 def png(image: Image.Image) -> bytes:
     """`image` as the bytes of a PNG file."""
     buffer = io.BytesIO()
@@ -78,6 +88,12 @@ def thumbnail(image: Image.Image, width: int = 520) -> bytes:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
+
+
+def _enlarger_of(plane: NDArray[np.float32]) -> Callable[[Pixels], Pixels]:
+    height, width = plane.shape
+    factor = max(1, round(SMALLEST / min(height, width)))
+    return _enlarger((width * factor, height * factor))
 
 
 def _enlarger(size: tuple[int, int]) -> Callable[[Pixels], Pixels]:

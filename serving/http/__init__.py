@@ -1,0 +1,1 @@
+"""`mdps serve`: a detector on the Open Inference Protocol over HTTP, and the screen beside the line."""

@@ -1,0 +1,97 @@
+"""Reads a request's body within its bounds: bytes as sent, and bytes after decompression."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from mdps.serving.http.refusals import Refusal, bad_request, too_large
+
+_WBITS = {"gzip": 31, "deflate": 15}
+_DISCARDED = 64 * 2**20  # bytes that a client may go on sending after it was refused
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, decompressed. Refusal 413 beyond `limit` bytes, 415 for an unknown encoding, 400 for a broken."""
+    declared = request.headers.get("content-length", "0")
+    if len(declared) > 18 or int(declared) > limit:  # the HTTP parser has checked that it is digits
+        await discard(request)
+        raise _beyond(limit)
+    chunks = bytearray()
+    async for chunk in _stream(request):
+        chunks += chunk
+        if len(chunks) > limit:
+            chunks.clear()
+            await discard(request)
+            raise _beyond(limit)
+    return _decompressed(bytes(chunks), request.headers.get("content-encoding", "identity").strip().lower(), limit)
+
+
+async def discard(request: Request) -> None:
+    """Let a refused client finish sending, or it would see its connection reset and never read the answer."""
+    left = _DISCARDED
+    async for chunk in _stream(request):
+        left -= len(chunk)
+        if left < 0:
+            return
+
+
+async def _stream(request: Request) -> AsyncIterator[bytes]:
+    """The body from where it was read to: `Request.stream` would refuse to be taken up a second time."""
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
+
+
+def _beyond(limit: int) -> Refusal:
+    return Refusal(413, "too_large", f"the body has more than {limit} bytes", close=True)
+
+
+def _decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+    if encoding == "identity":
+        return body
+    if encoding not in _WBITS:
+        raise Refusal(415, "bad_request", "the content encoding should be gzip, deflate or identity")
+    decoder = zlib.decompressobj(_WBITS[encoding])
+    try:
+        plain = decoder.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise bad_request(f"the body is no {encoding} data: {error}") from error
+    if len(plain) > limit:
+        raise too_large(f"the body has more than {limit} bytes when decompressed")
+    if not decoder.eof or decoder.unused_data:
+        raise bad_request(f"the {encoding} body is incomplete or goes on after its end")
+    return plain
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = 2**62  # the body is in memory already: a file on the disk would be a second copy of it
+
+
+def file_of_form(headers: Headers, body: bytes) -> bytes:
+    """The one file of a multipart form; Refusal 400 where there is none, or more than one. Not for the event loop."""
+    return asyncio.run(_file_of_form(headers, body))  # the parser is a coroutine that never waits
+
+
+async def _file_of_form(headers: Headers, body: bytes) -> bytes:
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = _InMemory(headers, stream(), max_files=1, max_fields=16)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise bad_request(f"the form cannot be read: {error.message}") from error
+    except (KeyError, ValueError) as error:
+        raise bad_request(f"the form cannot be read: {error}") from error
+    files = [value for _, value in form.multi_items() if not isinstance(value, str)]
+    if len(files) != 1:
+        raise bad_request("the form should hold the image as its one file")
+    return await files[0].read()

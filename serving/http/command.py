@@ -1,0 +1,136 @@
+"""The command `mdps serve`."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mdps.serving.options import BACKEND, PRODUCT, SAMPLES, THREADS, TRACEBACK
+from mdps.serving.terminal import needs, spoken_warnings
+
+if TYPE_CHECKING:
+    from mdps.serving.http.server import Served
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_FEW = 16  # characters of a token that can be guessed
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps serve bundle
+  mdps serve blue=bundles/a red=bundles/b --port 9000
+  mdps serve bundle --host 0.0.0.0 --token-file token --tls-cert cert.pem --tls-key key.pem
+  curl --data-binary @part.png 'http://127.0.0.1:8080/inspect?map=png'
+\b
+Exit code: 0 after SIGTERM or Ctrl-C, when all accepted requests were answered."""
+)
+@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="File with the bearer token clients must send [default: the variable MDPS_TOKEN, if set].",
+)
+@click.option("--open-health", is_flag=True, help="Answer /v2/health/* without the token.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain (PEM); needs --tls-key.")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Its private key (PEM).")
+@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once, at most.")
+@click.option(
+    "--batch-wait-ms",
+    type=click.FloatRange(0, 100),
+    default=2.0,
+    show_default=True,
+    help="How long a batch waits for requests that are being read.",
+)
+@click.option("--queue", type=click.IntRange(1), default=32, show_default=True, help="Requests accepted, a model.")
+@click.option(
+    "--deadline-ms",
+    type=click.FloatRange(1),
+    default=10_000,
+    show_default=True,
+    help="Longest time from a request to its answer; a client may ask for less.",
+)
+@click.option("--max-body-mib", type=click.FloatRange(0, min_open=True), default=16, show_default=True)
+@click.option("--max-megapixels", type=click.FloatRange(0, min_open=True), default=50, show_default=True)
+@click.option("--max-connections", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--no-watch", is_flag=True, help="Do not load a bundle again when it changes: only say so.")
+@THREADS
+@BACKEND
+@SAMPLES
+@PRODUCT
+@click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
+@TRACEBACK
+def serve(bundles: tuple[str, ...], **options: Any) -> None:
+    """Judge images over HTTP, and show them on a page.
+
+    Speaks the Open Inference Protocol v2 (Triton's and KServe's clients), takes image files at POST /inspect, and has
+    a page for the person at the line at /. Metrics for Prometheus are at /metrics. Events go to stderr, a JSON object
+    a line.
+    """
+    with needs("serve", "cpu"):
+        from mdps.serving.http.options import Limits, Loading, ServerOptions
+        from mdps.serving.http.server import run
+    loading = Loading(
+        calibrated=not options["scores_only"],
+        **{name: options[name] for name in ("product", "backend", "threads", "samples")},
+    )
+    limits = Limits(
+        body_bytes=int(options["max_body_mib"] * 2**20),
+        pixels=int(options["max_megapixels"] * 1e6),
+        connections=options["max_connections"],
+        queue=options["queue"],
+        deadline=options["deadline_ms"] / 1000,
+    )
+    settings = ServerOptions(
+        token=_token(options["token_file"]),
+        batch_wait=options["batch_wait_ms"] / 1000,
+        watch_seconds=None if options["no_watch"] else 1.0,
+        loading=loading,
+        limits=limits,
+        **{name: options[name] for name in ("host", "port", "open_health", "tls_cert", "tls_key", "batch")},
+    )
+    if not settings.is_local and settings.token is None:
+        click.echo(
+            f"Warning: whoever reaches {settings.host} can use this server: give a token with --token-file", err=True
+        )
+    with spoken_warnings():
+        run(_named(bundles), settings)
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get("MDPS_TOKEN")
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise click.UsageError(f"--token-file {file} cannot be read: {error}") from error
+    if len(token) < _FEW:
+        click.echo(f"Warning: the token in {file} has fewer than {_FEW} characters and can be guessed", err=True)
+    return token
+
+
+def _named(bundles: Sequence[str]) -> "list[Served]":
+    from mdps.serving.http.server import Served
+
+    served = [_one(text, Served) for text in bundles]
+    names = [bundle.name for bundle in served]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise click.UsageError(f"{name!r} cannot be part of an address: give a plain name as NAME=BUNDLE")
+        if names.count(name) > 1:
+            raise click.UsageError(f"two bundles are called {name}: tell them apart as NAME=BUNDLE")
+    return served
+
+
+def _one(text: str, served: "type[Served]") -> "Served":
+    from mdps.runtime.manifest import Manifest
+
+    name, mark, path = text.partition("=")
+    if mark and not Path(text).exists():
+        return served(name, Path(path))
+    return served(Manifest.read(text, verify=False).name, Path(text))

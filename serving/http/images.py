@@ -1,0 +1,53 @@
+"""Opens what clients call an image, within bounds that are checked before anything is decoded."""
+
+import io
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mdps.runtime.errors import ImageError
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.http.refusals import Refusal, too_large
+
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
+"""What cameras and browsers send. Pillow knows many more, some of which start other programs."""
+
+
+def open_image(data: bytes, max_pixels: int) -> Image.Image:
+    """An image that is not decoded yet. Refusal 413 for more than `max_pixels`, 400 for what is no image."""
+    if not data:
+        raise _bad("the image is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise _beyond(max_pixels) from None
+    except Exception as error:  # decoders raise nearly every type on a damaged file
+        raise _bad(f"this is no {', '.join(FORMATS)} image, or a damaged one") from error
+    check_pixels(image.size, max_pixels)
+    return image
+
+
+def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
+    """Refusal 413 for a (width, height) of more than `max_pixels`."""
+    if size[0] * size[1] > max_pixels:
+        raise _beyond(max_pixels)
+
+
+def observe(picture: Image.Image | NDArray[np.uint8], preprocessing: Preprocessing) -> NDArray[np.float32]:
+    """The observation [3, H, W] of a picture; ImageError with a sentence that names no Python type."""
+    try:
+        return preprocessing(picture)
+    except ImageError as error:
+        raise ImageError(str(error).replace(f"the given {type(picture).__name__}", "the image")) from error
+
+
+def _beyond(max_pixels: int) -> Refusal:
+    return too_large(f"the image has more than {max_pixels} pixels")
+
+
+def _bad(sentence: str) -> Refusal:
+    return Refusal(400, "bad_image", sentence)

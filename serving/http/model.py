@@ -1,0 +1,227 @@
+"""A served model: admits requests up to its bound, prepares and judges them, and swaps its bundle under load."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.detector import Detector, Result
+from mdps.runtime.errors import BackendError, ImageError, MdpsError
+from mdps.runtime.manifest import FILE_NAME
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.http.logs import event
+from mdps.serving.http.metrics import Metrics
+from mdps.serving.http.options import ServerOptions
+from mdps.serving.http.refusals import Refusal, bad_request
+from mdps.serving.http.worker import Item, Judgement, Worker
+
+Observation = NDArray[np.float32]
+Prepare = Callable[[Preprocessing], Observation]
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A result and how long (seconds) its stages took; `images` were judged at once."""
+
+    result: Result
+    stages: dict[str, float]
+    images: int
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A detector with the state its bundle was read in; closed when retired and no request uses it any more."""
+
+    detector: Detector
+    stamp: Stamp | None
+    since: float
+    users: int = 0
+    retired: bool = False
+
+
+def stamp_of(bundle: Path) -> Stamp | None:
+    """What changes whenever the bundle's manifest is written; None while there is none."""
+    try:
+        stat = (bundle / FILE_NAME).stat()
+    except OSError:
+        return None
+    return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+class Model:
+    """All methods run on the event loop. `load` (on a thread) reads the bundle, verifies its hashes and warms it up."""
+
+    version = "1"
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        first: Loaded,
+        *,
+        load: Callable[[], Detector],
+        options: ServerOptions,
+        metrics: Metrics,
+        pool: Executor,
+    ) -> None:
+        self.name, self.path, self.problem = name, path, ""
+        self._current, self._load, self._metrics, self._pool = first, load, metrics, pool
+        self._limit = options.limits.queue
+        self._accepted = self._preparing = 0
+        self._reloading = asyncio.Lock()
+        self._seconds = 0.0  # of an image, lately
+        self._worker = Worker(
+            name, max_batch=options.batch, max_wait=options.batch_wait, coming=lambda: self._preparing
+        )
+        metrics.queue.labels(name).set_function(lambda: self._accepted)
+        metrics.ready.labels(name).set_function(lambda: self.ready)
+        self._describe()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered."""
+        return self._worker.alive
+
+    @property
+    def detector(self) -> Detector:
+        """The detector new requests are judged by."""
+        return self._current.detector
+
+    @property
+    def since(self) -> float:
+        """When (`time.time`) it was loaded."""
+        return self._current.since
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """State of the bundle it was loaded from."""
+        return self._current.stamp
+
+    @property
+    def queue_length(self) -> int:
+        """Requests accepted and not yet answered."""
+        return self._accepted
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place among the accepted requests. Refusal 503 at once where there is none."""
+        if not self.ready:
+            raise Refusal(503, "not_ready", f"{self.name} does not answer any more: restart the server")
+        if self._accepted >= self._limit:
+            wait = max(1, math.ceil(self._accepted * self._seconds))
+            raise Refusal(
+                503, "queue_full", f"{self.name} has {self._accepted} requests waiting: try again", retry_after=wait
+            )
+        self._accepted += 1
+        try:
+            yield
+        finally:
+            self._accepted -= 1
+
+    async def judge(self, prepare: Prepare) -> Judged:
+        """Judge what `prepare` makes on a thread of the pool; cancelling drops work that has not begun.
+
+        Raises Refusal 400 for the picture, 500 for the engine.
+        """
+        loaded = self._current
+        loaded.users += 1
+        started = time.perf_counter()
+        try:
+            observation = await self._prepare(prepare, loaded.detector.preprocessing)
+            queued = time.perf_counter()
+            item = self._worker.submit(loaded.detector, observation)
+            judgement = await self._outcome(item)
+        finally:
+            loaded.users -= 1
+            self._close_if_done(loaded)
+        return self._measured(judgement, prepared=queued - started, waited=judgement.begun - queued)
+
+    async def _prepare(self, prepare: Prepare, preprocessing: Preprocessing) -> Observation:
+        self._preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, prepare, preprocessing)
+        except ImageError as error:
+            raise Refusal(400, "bad_image", str(error)) from error
+        except MemoryError as error:
+            raise Refusal(413, "too_large", "the picture does not fit into memory") from error
+        finally:
+            self._preparing -= 1
+
+    async def _outcome(self, item: Item) -> Judgement:
+        try:
+            return await item.future
+        except BackendError as error:
+            if "NaN" in str(error):
+                self._metrics.nan.labels(self.name).inc()
+                raise Refusal(500, "nan", str(error)) from error
+            raise Refusal(500, "engine", str(error)) from error
+        except MdpsError as error:
+            raise Refusal(500, "engine", str(error)) from error
+        finally:
+            item.drop()
+
+    def _measured(self, judgement: Judgement, *, prepared: float, waited: float) -> Judged:
+        seconds = (judgement.ended - judgement.begun) / judgement.images
+        self._seconds = 0.9 * self._seconds + 0.1 * seconds if self._seconds else seconds
+        times = judgement.result.times
+        stages = {"prepare": prepared, "queue": waited}
+        stages |= {name: times[name] / 1000 for name in ("first_pass", "masked_pass", "score")}
+        self._metrics.batch.labels(self.name).observe(judgement.images)
+        self._metrics.verdicts.labels(self.name, judgement.result.verdict or "none").inc()
+        return Judged(judgement.result, stages, judgement.images)
+
+    async def reload(self) -> None:
+        """Load the bundle again and let new requests go to it; requests under way keep the old one.
+
+        Refusal 400 where it cannot be loaded: then everything stays as it was, and `problem` says why.
+        """
+        async with self._reloading:
+            stamp = stamp_of(self.path)
+            try:
+                detector = await asyncio.get_running_loop().run_in_executor(None, self._load)
+            except MdpsError as error:
+                self.problem = f"the bundle changed and cannot be loaded, the one before it goes on: {error}"
+                self._metrics.reloads.labels(self.name, "failed").inc()
+                raise bad_request(self.problem) from error
+            old, self._current = self._current, Loaded(detector, stamp, time.time())
+            old.retired, self.problem = True, ""
+            self._close_if_done(old)
+            self._describe()
+            self._metrics.reloads.labels(self.name, "loaded").inc()
+            event("reloaded", model=self.name, threshold=self._threshold())
+
+    def close(self) -> None:
+        """Judge what is queued, end the thread, free the engine."""
+        self._worker.stop()
+        self.detector.close()
+
+    def _close_if_done(self, loaded: Loaded) -> None:
+        if loaded.retired and not loaded.users:
+            loaded.retired = False  # closed once
+            # Its close waits for a batch whose requests have given up; the event loop must not.
+            asyncio.get_running_loop().run_in_executor(None, loaded.detector.close)
+
+    def _threshold(self) -> float | None:
+        calibration = self.detector.calibration
+        return calibration.threshold if calibration else None
+
+    def _describe(self) -> None:
+        """Tell the metrics what is loaded."""
+        threshold = self._threshold()
+        self._metrics.threshold.labels(self.name).set(math.nan if threshold is None else threshold)
+        for graph, provider in self.engines.items():
+            self._metrics.provider.labels(self.name, self.detector.backend, graph, provider).set(1)
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """What computes each graph."""
+        engines = self.detector.provenance["engines"]
+        return {str(graph): str(provider) for graph, provider in dict(engines).items()}  # type: ignore[call-overload]

@@ -1,0 +1,80 @@
+"""What the server is told: where to listen, who may ask, and how much it takes on."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mdps.runtime.errors import require
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what one client, and all together, can cost; seconds, bytes and counts.
+
+    `queue` counts the requests of one model that are accepted and not yet answered; `deadline` runs from the
+    request's head to its answer and covers its body; `head_seconds` and `write_seconds` end connections that are slow
+    to send a head or to take an answer.
+    """
+
+    body_bytes: int = 16 * 2**20
+    pixels: int = 50_000_000
+    head_bytes: int = 16 * 2**10
+    headers: int = 64
+    connections: int = 128
+    queue: int = 32
+    deadline: float = 10.0
+    head_seconds: float = 5.0
+    idle_seconds: float = 30.0
+    write_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        require(self.deadline > 0, f"the deadline {self.deadline} s should be positive")
+        require(self.queue >= 1, f"the queue {self.queue} should hold at least one request")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How each bundle is loaded; see `mdps.runtime.load`."""
+
+    product: str = "default"
+    backend: str = "onnxruntime"
+    threads: int | None = None
+    samples: int | None = None
+    calibrated: bool = True
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """All of `mdps serve`. `token` None answers everybody; `open_health` answers health checks without it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    token: str | None = None
+    open_health: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    batch: int = 4
+    batch_wait: float = 0.002
+    watch_seconds: float | None = 1.0
+    loading: Loading = field(default_factory=Loading)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        require(self.token != "", "the token is empty: give one of at least 16 characters, or none at all")
+        require((self.tls_cert is None) == (self.tls_key is None), "--tls-cert and --tls-key belong together")
+        require(self.batch >= 1, f"a batch of {self.batch} should be at least 1")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is the machine's own: `localhost`, 127.0.0.0/8 or ::1."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
