@@ -96,6 +96,82 @@ def tiny_bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("bundles") / "tiny", options)
 
 
+@pytest.fixture
+def make_category(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a category in MVTec AD's layout below tmp_path: smooth grey images, bright discs as defects, masks."""
+    from PIL import Image
+
+    def make(
+        name: str = "disc", good: int = 3, defective: int = 4, size: tuple[int, int] = (40, 40), masks: bool = True
+    ) -> Path:
+        root, rng = tmp_path / "data" / name, np.random.default_rng(0)
+        rows, columns = np.mgrid[: size[1], : size[0]]
+        for index in range(-1, good + defective):  # the first is what makes the folder a category: an image to train on
+            kind = "spot" if index >= good else "good"
+            pixels = 90 + 30 * np.sin(columns / 7 + index) + rng.normal(0, 6, rows.shape)
+            centre = rng.uniform(0.3, 0.7, 2) * (size[1], size[0])
+            disc = (rows - centre[0]) ** 2 + (columns - centre[1]) ** 2 < rng.uniform(3, 7) ** 2
+            files = {root / ("test" if index >= 0 else "train") / kind / f"{max(index, 0):03d}.png": pixels}
+            if kind == "spot":
+                files = {path: pixels + 25 * disc * rng.uniform(0, 4) for path in files}
+                if masks:
+                    files[root / "ground_truth" / kind / f"{index:03d}_mask.png"] = disc * 255.0
+            for path, values in files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.clip(values, 0, 255).astype(np.uint8)).save(path)
+        return root
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def line_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibrated bundle of a random 16 x 16 network that judges an image in milliseconds, for tests of the server."""
+    import torch
+
+    from mdps.export import ExportOptions, export_bundle
+    from mdps.models.checkpoints import save_denoiser
+    from mdps.models.unet import UNet, UNetConfig
+    from mdps.runtime.schedule import NoiseSchedule
+    from mdps.serving.run import calibrate_folder
+
+    torch.manual_seed(0)
+    small = {"channel_mult": (1, 1), "num_res_blocks": 1, "attention_factors": (2,), "num_heads": 2, "norm_groups": 4}
+    network = UNet(UNetConfig(image_size=16, model_channels=16, **small)).eval()
+    for parameter in network.parameters():  # its last layer begins as zeros
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("line")
+    save_denoiser(folder / "line.safetensors", network, NoiseSchedule.linear(), "eps")
+    options = ExportOptions(backbone="random_tiny", noise_level=198, steps=2)
+    bundle = export_bundle(folder / "line.safetensors", folder / "line", options)
+    good = folder / "good"
+    good.mkdir()
+    for index, picture in enumerate(line_pictures(20)):
+        (good / f"{index:02}.png").write_bytes(picture)
+    calibrate_folder(bundle, good, 0.1, threads=1)
+    return bundle
+
+
+def line_pictures(count: int, seed: int = 0) -> list[bytes]:
+    """Different PNG files of 24 x 24 pixels; some fail and some pass the line's bundle."""
+    import io
+
+    from PIL import Image
+
+    pictures = []
+    for pixels in np.random.default_rng(seed).integers(40, 210, (count, 24, 24, 3), dtype=np.uint8):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        pictures.append(buffer.getvalue())
+    return pictures
+
+
+@pytest.fixture(scope="session")
+def line_images() -> list[bytes]:
+    """Forty pictures that the line's bundle was not calibrated on."""
+    return line_pictures(40, seed=1)
+
+
 UNET_VARIANTS: dict[str, dict[str, Any]] = {
     "biggan": {},
     "scale_shift": {"scale_shift_norm": True, "num_head_channels": 16},
@@ -128,3 +204,44 @@ def make_network() -> Callable[..., Any]:
         return network.eval().requires_grad_(False)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Any:
+    """A training run of eight steps of four 8 x 8 images, everything on that costs no time."""
+    from mdps.models.unet import UNetConfig
+    from mdps.training import TrainingConfig
+
+    network = UNetConfig(
+        image_size=8,
+        model_channels=8,
+        channel_mult=(1, 1),
+        num_res_blocks=1,
+        attention_factors=(2,),
+        num_heads=2,
+        norm_groups=4,
+        scale_shift_norm=True,
+        dropout=0.1,  # so that the generator torch uses inside the network matters too
+    )
+    return TrainingConfig(
+        network,
+        steps=8,
+        batch=4,
+        optimizer="adamw",
+        learning_rate=4e-4,
+        decay="cosine",
+        warmup=2,
+        ema=0.999,
+        low_share=0.7,
+        flip_horizontal=True,
+        shift=1,
+        log_every=1,
+        checkpoint_every=2,
+        samples=0,
+    )
+
+
+@pytest.fixture
+def tiny_images() -> NDArray[np.uint8]:
+    """Six of them."""
+    return np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
