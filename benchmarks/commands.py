@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
 from mdps.serving.terminal import needs, print_values, spoken_warnings
 
@@ -184,4 +185,4 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     return 0 if any(row.median_ms is not None for row in result.rows) else 1
 
 
-COMMANDS = (evaluate, demo, bench)
+COMMANDS = (evaluate, reproduce, sweep, demo, bench)

@@ -1,0 +1,96 @@
+"""Runs variants and peers on categories, each once: results and bundles lie in the work folder under their hash."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mdps.benchmarks.datasets import Category
+from mdps.benchmarks.evaluate import evaluate
+from mdps.benchmarks.peers import peer_judge
+from mdps.benchmarks.reproduce.bundles import Bundles, digest
+from mdps.benchmarks.reproduce.outcomes import Outcome
+from mdps.benchmarks.reproduce.passes import Remembered, TwoPasses
+from mdps.benchmarks.reproduce.variants import Variant
+from mdps.runtime.atomic import new_folder
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.settings import Settings
+
+LAST, FIRST, REPORT = "last", "first", "report"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """`work` holds bundles, results and fitted peers; `every`, `largest` as in `evaluate`, the rest as in `load`."""
+
+    work: Path
+    bundles: Bundles
+    every: int
+    largest: int | None
+    backend: str
+    threads: int | None
+    batch: int
+    say: Callable[[str], None]
+
+    def run(self, variant: Variant, category: Category, checkpoint: Path) -> Outcome:
+        """The outcome of a variant; from disk where the same settings ran before. Raises as an export or a bundle."""
+        bundle = self.bundles.get(checkpoint, category.name, variant.export)
+        changes = _Settled(variant)
+        settings = changes(Manifest.read(bundle).settings)
+        folder = self._folder(
+            category, ["bundle", bundle.name, settings.to_json(), self.backend, self.threads, self.batch]
+        )
+        if not folder.is_dir():
+            self.say(f"{category.name}: {variant.label}")
+            self._judge(bundle, changes, category, folder)
+        two = settings.sampler.masked_pass is not None
+        return Outcome.load(folder, FIRST if variant.first_pass and two else LAST)
+
+    def run_peer(self, name: str, category: Category, size: tuple[int, int], options: dict[str, Any]) -> Outcome:
+        """The outcome of a detector of anomalib, pictures resized to `size` (H, W). Raises as `peer_judge`."""
+        folder = self._folder(category, ["peer", name, list(size), sorted(options.items())])
+        if not folder.is_dir():
+            self.say(f"{category.name}: {name}")
+            judge = peer_judge(name, category, work=self.work / "peers", size=size, **options)
+            with new_folder(folder) as new:
+                found = evaluate(judge, category, out=new / REPORT, largest=self.largest, every=self.every)
+                Outcome.of(found).save(new, LAST)
+        return Outcome.load(folder, LAST)
+
+    def network_size(self, category: Category, checkpoint: Path) -> tuple[int, int]:
+        """(H, W) that the category's denoiser sees."""
+        return Manifest.read(self.bundles.get(checkpoint, category.name, {})).preprocessing.network_size
+
+    def _judge(self, bundle: Path, changes: Callable[[Settings], Settings], category: Category, folder: Path) -> None:
+        with (
+            TwoPasses(bundle, changes=changes, backend=self.backend, threads=self.threads, batch=self.batch) as judge,
+            new_folder(folder) as new,
+        ):
+            found = evaluate(judge, category, out=new / REPORT, largest=self.largest, every=self.every)
+            Outcome.of(found).save(new, LAST)
+            if judge.settings.sampler.masked_pass is not None:
+                first = Remembered(judge, judge.first)
+                found = evaluate(first, category, largest=self.largest, every=self.every)
+                Outcome.of(found).save(new, FIRST)
+
+    def _folder(self, category: Category, what: list[Any]) -> Path:
+        images = [[sample.path.relative_to(category.root).as_posix(), _bytes(sample.path)] for sample in category.test]
+        key = digest([what, category.name, images, self.every, self.largest])
+        return self.work / "results" / category.name / key
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A variant's changes; a frozen mask range, which nobody calibrated, becomes the test set's, as the authors' is."""
+
+    variant: Variant
+
+    def __call__(self, settings: Settings) -> Settings:
+        changed = self.variant.changes(settings)
+        if changed.mask.range != "frozen":
+            return changed
+        return replace(changed, mask=replace(changed.mask, range="dataset"))
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,229 @@
+"""The commands that study the method: the paper's tables, and a sweep of its open settings. Parse, call, print."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mdps.serving.options import AS_JSON, BACKEND, THREADS, TRACEBACK, export_choices
+from mdps.serving.terminal import needs, spoken_warnings
+
+TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
+# What a study decides itself, of the options of an export.
+DECIDED = ("samples", "method")
+SWEPT = (
+    "preset", "method", "gradient", "guidance_scale", "masked_guidance_scale", "mask_pass", "mask_lambda", "mask_range",
+    "eta", "pixel", "smoothing_sigma", "top",
+)  # fmt: skip
+Callback = Callable[[click.Context, click.Parameter, str | None], Any]
+
+
+def listed(kind: Callable[[str], Any], example: str) -> Callback:
+    """A callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+        if value is None:
+            return None
+        try:
+            return () if value == "none" else tuple(kind(part.strip()) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is neither 'none' nor a list such as {example}") from None
+
+    return read
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _size(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def with_export_options(*without: str) -> Callable[[click.Command], click.Command]:
+    """Adds the options of `mdps export`, but for those that the study decides."""
+
+    def add(command: click.Command) -> click.Command:
+        every = click.command("export")(export_choices(lambda **_: None)).params
+        command.params += [option for option in every if option.name not in without]
+        return command
+
+    return add
+
+
+DATASET = click.argument("dataset", type=click.Path(path_type=Path))
+EVERY = click.option(
+    "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
+)
+RESOLUTION = click.option(
+    "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
+    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
+)  # fmt: skip
+
+
+@with_export_options(*DECIDED)
+@click.command(
+    epilog="""\b
+Examples:
+  mdps reproduce 1 mvtec --ckpt runs/ --out table1
+  mdps reproduce 1 mvtec --ckpt runs/ --preset mvtec --peers draem,patchcore
+  mdps reproduce 5 mvtec/bottle --ckpt bottle.safetensors --samples 1,2,4
+  mdps reproduce ablation mvtec/bottle --ckpt bottle.safetensors
+\b
+--ckpt is one checkpoint, or a folder with <category>.safetensors or <category>/denoiser.safetensors for each category.
+--preset mvtec (or btad) takes the authors' numbers of each category. Run it again after a stop: it goes on."""
+)
+@click.argument("table", type=click.Choice(TABLES))
+@DATASET
+@click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint, or folder of checkpoints.")
+@click.option("--category", "categories", multiple=True, help="Only this category; may be given several times.")
+@EVERY
+@click.option(
+    "--samples",
+    callback=listed(_count, "1,2,4"),
+    help="Numbers of posterior samples N_s [default: the table's: 1,16, in table 5 1,2,4,8,16].",
+)
+@click.option(
+    "--methods",
+    callback=listed(str, "anoddpm,autoddpm"),
+    help="Other detectors on the same denoiser: ddim, anoddpm, autoddpm, ddad, or none [default: the table's].",
+)
+@click.option(
+    "--rho", "scales", callback=listed(_size, "50,100"), help="Of the table rho [default: 10,20,50,100,200,300]."
+)
+@click.option(
+    "--peers",
+    callback=listed(str, "patchcore,draem"),
+    default="none",
+    show_default=True,
+    help="Detectors of anomalib, fitted to the good images: patchcore, draem, padim, ..",
+)
+@click.option("--peer-minutes", type=click.FloatRange(0, min_open=True), help="End each iterative fit within so many.")
+@click.option("--device", default="cpu", show_default=True, help="Where the peers are fitted: cpu, cuda.")
+@RESOLUTION
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
+@THREADS
+@BACKEND
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for all of it [default: reproduce-TABLE].")
+@AS_JSON
+@TRACEBACK
+def reproduce(
+    table: str, dataset: Path, ckpt: Path, out: Path | None, resolution: str, as_json: bool, **options: Any
+) -> None:  # fmt: skip
+    """Measure a table of the paper on the categories at hand, each row beside the paper's number.
+
+    TABLE is 1 (MVTec AD), 2 (BTAD), 3 (time), 4 (metrics), 5 (N_s), ablation (guidance, mask, metrics, N_s, with paired
+    differences) or rho. What cannot be run here shows the published number, marked so. The options of `mdps export`
+    change the detector. Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
+    """
+    with needs("export", "bench", "cpu"):
+        from mdps.benchmarks.reproduce import ReproduceOptions
+        from mdps.benchmarks.reproduce import reproduce as measure
+    own = {name: options.pop(name) for name in ReproduceOptions.__dataclass_fields__ if name in options}
+    asked = ReproduceOptions(
+        table=table,
+        largest=None if resolution == "full" else int(resolution),
+        choices=options,
+        command=_command(),
+        **{name: value for name, value in own.items() if value is not None},
+    )
+    out = out or Path(f"reproduce-{table}")
+    with spoken_warnings():
+        found = measure(dataset, ckpt, out, asked, say=_say)
+    _say(f"wrote {out / 'reproduce.md'}")
+    click.echo(json.dumps(found.to_json()) if as_json else found.markdown().rstrip())
+
+
+@with_export_options(*SWEPT)
+@click.command(
+    epilog="""\b
+Examples:
+  mdps sweep denoiser.pt mvtec/bottle --out sweep
+  mdps sweep bottle.pt mvtec/bottle --out sweep --confirm magnetic_tile --confirm-ckpt tile.pt"""
+)
+@click.argument("ckpt", type=click.Path(path_type=Path))
+@DATASET
+@click.option("--rho", "scales", callback=listed(_size, "20,100"), help="Guidance scales [default: 20,50,100,200].")
+@click.option(
+    "--eta", "etas", callback=listed(_size, "0.3,1"), help="Weights of the pixel term [default: 0.1,0.3,1,2]."
+)
+@click.option("--lambda", "lambdas", callback=listed(_size, "0.1,0.25"), help="Of the mask [default: 0.05,0.1,0.25].")
+@click.option(
+    "--smoothing",
+    "smoothings",
+    callback=listed(_size, "0,1"),
+    help="Sigma of the map's blur in pixels of a 64 x 64 image [default: 0,1,2].",
+)
+@click.option(
+    "--top",
+    "tops",
+    callback=listed(_size, "125,500"),
+    help="Pixels the image score averages, of a 256 x 256 map [default: 125,500,2000].",
+)
+@click.option(
+    "--finalists",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="How many of the best weightings get a masked pass for each lambda.",
+)
+@click.option("--category", help="Which category, where the data set has several.")
+@EVERY
+@RESOLUTION
+@THREADS
+@click.option(
+    "--confirm", type=click.Path(path_type=Path), help="Another data set that the chosen and the default are tried on."
+)
+@click.option("--confirm-ckpt", type=click.Path(path_type=Path), help="Its checkpoint.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for sweep.json, .md and .png.")
+@AS_JSON
+@TRACEBACK
+def sweep(
+    ckpt: Path,
+    dataset: Path,
+    out: Path,
+    confirm: Path | None,
+    confirm_ckpt: Path | None,
+    resolution: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Try the settings that the paper leaves open on one category with ground truth.
+
+    Posterior samples are drawn once a rho; eta, smoothing and top are tried on them, lambda with a masked pass of the
+    best few. Choose on one data set and --confirm on another: the best of many settings flatters itself where it was
+    chosen.
+    """
+    if (confirm is None) != (confirm_ckpt is None):
+        raise click.UsageError("--confirm and --confirm-ckpt belong together: give both, or none")
+    with needs("export", "bench", "cpu"):
+        from mdps.benchmarks.sweep import SweepOptions, run_sweep
+        from mdps.benchmarks.sweep_report import markdown, to_json
+    own = {name: options.pop(name) for name in SweepOptions.__dataclass_fields__ if name in options}
+    asked = SweepOptions(
+        largest=None if resolution == "full" else int(resolution),
+        choices=options,
+        command=_command(),
+        **{name: value for name, value in own.items() if value is not None},
+    )
+    second = None if confirm is None or confirm_ckpt is None else (confirm, confirm_ckpt)
+    with spoken_warnings():
+        found = run_sweep(ckpt, dataset, out, asked, second, say=_say)
+    _say(f"wrote {out / 'sweep.md'}")
+    click.echo(json.dumps(to_json(found)) if as_json else markdown(found).rstrip())
+
+
+def _command() -> str:
+    return shlex.join(["mdps", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

@@ -1,0 +1,253 @@
+"""A sweep of the settings that the paper leaves open: rho, the pixel weight eta, smoothing, top pixels, lambda.
+
+Posterior samples are drawn once a rho; every weighting is tried on their terms. The mask's lambda changes the second
+pass, so it is tried for the few best weightings and for the default one only.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mdps.benchmarks.reproduce.bundles import Bundles
+from mdps.benchmarks.sweep_data import TermStore, TestSet, load_test_set
+from mdps.benchmarks.sweep_terms import Array, Scoring, Terms, masks, scores
+from mdps.runtime.errors import UsageError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.settings import Settings, paper_settings
+
+PLAIN_TERMS: Mapping[str, Any] = {"eta": 0.0, "smoothing_sigma": 0.0, "mask_pass": True}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What is tried; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image.
+
+    `choices` are options of `mdps export` by name, without those that the sweep varies. `finalists`: how many of the
+    best weightings get a masked pass for each lambda.
+    """
+
+    scales: tuple[float, ...] = (20.0, 50.0, 100.0, 200.0)
+    etas: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0)
+    lambdas: tuple[float, ...] = (0.05, 0.1, 0.25)
+    smoothings: tuple[float, ...] = (0.0, 1.0, 2.0)
+    tops: tuple[float, ...] = (125.0, 500.0, 2000.0)
+    finalists: int = 3
+    every: int = 1
+    largest: int | None = 256
+    threads: int | None = None
+    category: str | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the sweep; `mask_lambda` None is the first pass alone."""
+
+    scale: float
+    scoring: Scoring
+    mask_lambda: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a setting found: image and pixel AUROC."""
+
+    setting: Setting
+    image_auroc: float
+    pixel_auroc: float
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """What the choice goes by: the mean of both AUROCs, then the pixel one, as images are often all right."""
+        return ((self.image_auroc + self.pixel_auroc) / 2, self.pixel_auroc)
+
+    def to_json(self) -> dict[str, Any]:
+        """The setting and both AUROCs, flat."""
+        scoring = asdict(self.setting.scoring)
+        own = {"rho": self.setting.scale, **scoring, "lambda": self.setting.mask_lambda}
+        return own | {"image_auroc": self.image_auroc, "pixel_auroc": self.pixel_auroc}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All trials on one data set, the best of those with both passes, and the default setting's."""
+
+    trials: tuple[Trial, ...]
+    chosen: Trial
+    default: Trial
+    images: int
+    provenance: dict[str, Any]
+    confirmed: "Confirmation | None" = None
+
+    @property
+    def first(self) -> tuple[Trial, ...]:
+        """The trials of the first pass alone."""
+        return tuple(trial for trial in self.trials if trial.setting.mask_lambda is None)
+
+    @property
+    def masked(self) -> tuple[Trial, ...]:
+        """The trials with both passes."""
+        return tuple(trial for trial in self.trials if trial.setting.mask_lambda is not None)
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """The setting chosen on one data set and the default one, on another."""
+
+    category: str
+    images: int
+    chosen: Trial
+    default: Trial
+    provenance: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Both trials and where they come from."""
+        return {
+            "category": self.category,
+            "images": self.images,
+            "chosen": self.chosen.to_json(),
+            "default": self.default.to_json(),
+            "provenance": self.provenance,
+        }
+
+
+def run_sweep(
+    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, second: tuple[Path, Path] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Sweep:  # fmt: skip
+    """Sweeps, confirms on `second` (data set, checkpoint) if given, and writes sweep.json, .md and .png into `out`."""
+    from mdps.benchmarks.sweep_report import write_report
+
+    found = sweep(ckpt, dataset, out, options, say)
+    write_report(found, out)
+    if second is not None:
+        found = replace(found, confirmed=confirm(second[1], second[0], out, options, found, say))
+        write_report(found, out)
+    return found
+
+
+def sweep(
+    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Callable[[str], None] = lambda _: None
+) -> Sweep:
+    """Tries all settings of `options` with the checkpoint on one category; terms are kept in `out` for another run.
+
+    Raises UsageError for a data set of several categories without a choice, and as an export for the checkpoint.
+    """
+    bench = Bench.open(ckpt, dataset, out, options, say)
+    default = bench.default
+    first = list(bench.first_passes(default))
+    finalists = _best(first, options.finalists, default)
+    lambdas = sorted({*options.lambdas, _lambda(default)})
+    say(f"masked passes: {len(finalists)} weightings x {len(lambdas)} lambdas")
+    masked = [bench.try_masked(replace(one, mask_lambda=value)) for one in finalists for value in lambdas]
+    defaults = next(trial for trial in masked if trial.setting == default)
+    return Sweep(
+        trials=(*first, *masked),
+        chosen=max(masked, key=lambda trial: trial.merit),
+        default=defaults,
+        images=len(bench.data.labels),
+        provenance=bench.provenance,
+    )
+
+
+def confirm(
+    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, found: Sweep,
+    say: Callable[[str], None] = lambda _: None,
+) -> Confirmation:  # fmt: skip
+    """The chosen setting and the default, both passes, on another data set with its checkpoint; raises as `sweep`."""
+    bench = Bench.open(ckpt, dataset, out, replace(options, category=None), say)
+    chosen, default = (bench.try_masked(trial.setting) for trial in (found.chosen, found.default))
+    return Confirmation(bench.data.name, len(bench.data.labels), chosen, default, bench.provenance)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A test set, a bundle that gives terms, and what was drawn for it already."""
+
+    data: TestSet
+    store: TermStore
+    options: SweepOptions
+    settings: Settings
+    provenance: dict[str, Any]
+
+    @classmethod
+    def open(cls, ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Callable[[str], None]) -> "Bench":
+        """Exports where needed and reads the images; raises as `sweep`."""
+        bundles = Bundles(out / "bundles", options.choices, say)
+        name = options.category or dataset.name
+        bundle = bundles.get(ckpt, name, PLAIN_TERMS)
+        manifest = Manifest.read(bundle)
+        if manifest.settings.score.pixel != "l1" or manifest.settings.mask.range != "per-image":
+            raise UsageError("a sweep tries the paper's terms and masks: leave out --preset and --mask-range")
+        data = load_test_set(dataset, options.category, manifest.preprocessing, options.every, options.largest)
+        store = TermStore(out / "terms", bundle, data, options.threads)
+        return cls(data, store, options, manifest.settings, _provenance(manifest, data, options))
+
+    @property
+    def default(self) -> Setting:
+        """What an export without options does, in the units of the sweep."""
+        size = (int(self.data.observations.shape[2]), int(self.data.observations.shape[3]))
+        usual = paper_settings(size)
+        score = usual.score
+        scoring = Scoring(score.eta, score.smoothing_sigma * 64 / min(size), Scoring.top_of(score.top, size))
+        return Setting(usual.sampler.first_pass.guidance_scale, scoring, usual.mask.mask_lambda)
+
+    def first_passes(self, default: Setting) -> Iterator[Trial]:
+        """Every weighting of every scale, after the first pass; the default's among them."""
+        options, usual = self.options, default.scoring
+        etas, smoothings = {*options.etas, usual.eta}, {*options.smoothings, usual.smoothing}
+        for scale in sorted({*options.scales, default.scale}):
+            terms = self.store.get(scale)
+            pairs = sorted(product(etas, smoothings))
+            # disable=None: a bar on a terminal, nothing in a pipe
+            for eta, smoothing in tqdm(pairs, desc=f"rho {scale:g}: weightings", disable=None):
+                maps = terms.maps(Scoring(eta, smoothing, usual.top))
+                pixel = self.data.pixel_auroc(maps)
+                for top in sorted({*options.tops, usual.top}):
+                    scoring = Scoring(eta, smoothing, top)
+                    yield Trial(Setting(scale, scoring), self.data.image_auroc(scores(maps, scoring)), pixel)
+
+    def try_masked(self, setting: Setting) -> Trial:
+        """Both passes of a setting; what was drawn before is not drawn again."""
+        first = self.store.get(setting.scale).maps(setting.scoring)
+        terms = self.store.get(setting.scale, masks(first, _lambda(setting)))
+        return self._measure(setting, terms)
+
+    def _measure(self, setting: Setting, terms: Terms) -> Trial:
+        maps: Array = terms.maps(setting.scoring)
+        found = self.data.image_auroc(scores(maps, setting.scoring))
+        return Trial(setting, found, self.data.pixel_auroc(maps))
+
+
+def _best(first: Sequence[Trial], count: int, default: Setting) -> list[Setting]:
+    """The best weightings, and the default one; weightings that differ in the top pixels alone share their masks."""
+    chosen: dict[tuple[float, float, float], Setting] = {}
+    for trial in sorted(first, key=lambda trial: trial.merit, reverse=True):
+        setting = trial.setting
+        chosen.setdefault((setting.scale, setting.scoring.eta, setting.scoring.smoothing), setting)
+    best = list(chosen.values())[:count]
+    usual = replace(default, mask_lambda=None)
+    return best if usual in best else [*best, usual]
+
+
+def _lambda(setting: Setting) -> float:
+    assert setting.mask_lambda is not None
+    return setting.mask_lambda
+
+
+def _provenance(manifest: Manifest, data: TestSet, options: SweepOptions) -> dict[str, Any]:
+    return {
+        "command": options.command,
+        "category": data.name,
+        "images": len(data.labels),
+        "every": options.every,
+        "checkpoint": manifest.checkpoint.to_json(),
+        "settings": manifest.settings.to_json(),
+        "seed": manifest.settings.sampler.seed,
+        "versions": dict(manifest.versions),
+    }

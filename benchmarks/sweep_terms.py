@@ -1,0 +1,115 @@
+"""The two terms of the map (eqn. 20 of the paper) apart, so that one set of samples serves every weighting."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter1d
+from tqdm import tqdm
+
+from mdps.benchmarks.reproduce.variants import Changes
+from mdps.runtime.loading import open_pipeline
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.pipeline import Pipeline
+from mdps.runtime.sampler import posterior_sampling
+from mdps.runtime.settings import gaussian_kernel, top_pixels
+
+Array = NDArray[np.float32]
+_BATCH = 8  # posterior samples at once
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How terms become maps and scores, in units that mean the same at every image size.
+
+    `smoothing` is the Gaussian's sigma in pixels of a 64 x 64 image; `top` how many pixels of a 256 x 256 map the image
+    score averages, 500 in the paper.
+    """
+
+    eta: float
+    smoothing: float
+    top: float
+
+    @staticmethod
+    def top_of(pixels: int, size: tuple[int, int]) -> float:
+        """`top` for a count of pixels of a map of `size`."""
+        return 500 * pixels / top_pixels(*size)
+
+    def sigma(self, size: tuple[int, int]) -> float:
+        """The sigma in pixels of a map of `size` (H, W): what `--smoothing-sigma` of an export takes."""
+        return self.smoothing * min(size) / 64
+
+    def pixels(self, size: tuple[int, int]) -> int:
+        """How many pixels of a map of `size` count: what `--top` of an export takes."""
+        return max(1, min(size[0] * size[1], round(top_pixels(*size) * self.top / 500)))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Mean over the posterior samples of the feature distance and the L1 difference: float32 [n, H, W] each."""
+
+    features: Array
+    pixels: Array
+
+    def maps(self, scoring: Scoring) -> Array:
+        """Anomaly maps [n, H, W], as the score graph of a bundle with these settings gives them."""
+        maps: Array = self.features + np.float32(scoring.eta) * self.pixels
+        return _smooth(maps, scoring.sigma((maps.shape[1], maps.shape[2])))
+
+
+def scores(maps: Array, scoring: Scoring) -> Array:
+    """Image scores [n]: the mean of each map's largest pixels."""
+    count = scoring.pixels((maps.shape[1], maps.shape[2]))
+    largest = np.partition(maps.reshape(len(maps), -1), -count, axis=1)[:, -count:]
+    return np.asarray(largest.mean(axis=1), dtype=np.float32)
+
+
+def masks(maps: Array, mask_lambda: float) -> Array:
+    """Eqn. 22 with each map's own range: 1 where above min + lambda (max - min), else 0; float32 [n, H, W]."""
+    low, high = maps.min(axis=(1, 2), keepdims=True), maps.max(axis=(1, 2), keepdims=True)
+    return np.asarray(maps > low + np.float32(mask_lambda) * (high - low), dtype=np.float32)
+
+
+def draw(bundle: Path, scale: float, observations: Array, masked: Array | None, threads: int | None) -> Terms:
+    """Terms of `observations` [n, 3, H, W] after a pass at guidance scale `scale`: the first, or under masks [n, H, W].
+
+    `bundle` has no pixel term and no smoothing: what its score graph calls the map is the feature term.
+    """
+    manifest = Manifest.read(bundle)
+    settings = Changes(guidance_scale=scale)(manifest.settings)
+    if masked is None:
+        settings = replace(settings, sampler=replace(settings.sampler, masked_pass=None))
+    step = max(1, _BATCH // settings.sampler.samples)
+    found = []
+    with ExitStack() as opened:
+        pipeline = open_pipeline(bundle, manifest, settings, opened, threads=threads)
+        # disable=None: a bar on a terminal, nothing in a pipe
+        for start in tqdm(range(0, len(observations), step), desc=f"rho {scale:g}", disable=None):
+            part = slice(start, start + step)
+            found.append(_terms(pipeline, observations[part], None if masked is None else masked[part]))
+    return Terms(np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found]))
+
+
+def _terms(pipeline: Pipeline, y: Array, masked: Array | None) -> tuple[Array, Array]:
+    mask, index = (np.ones_like(y[:, :1]), 0) if masked is None else (masked[:, None], 1)
+    *_, last = posterior_sampling(
+        pipeline.steps, pipeline.schedule, pipeline.settings.sampler, y, mask, index, pipeline.noise
+    )
+    samples = last.x.reshape(len(y), -1, *y.shape[1:])
+    features = {} if pipeline.features is None else pipeline.features.run({"image": y})
+    none = dict.fromkeys(("mask_lambda", "mask_low", "mask_high", "mask_frozen"), np.float32(0))
+    feeds = {"posterior_samples": samples, "observation": y, **features}
+    feeds |= {name: np.asarray(value) for name, value in none.items()}
+    found = pipeline.score.run({name: feeds[name] for name in pipeline.score.inputs if name in feeds})
+    return found["anomaly_map"][:, 0], np.abs(samples - y[:, None]).sum(axis=2).mean(axis=1)
+
+
+def _smooth(maps: Array, sigma: float) -> Array:
+    if sigma == 0:
+        return maps
+    radius = gaussian_kernel(sigma) // 2
+    for axis in (1, 2):  # "mirror" is what torch calls reflect
+        maps = np.asarray(gaussian_filter1d(maps, sigma, axis=axis, mode="mirror", radius=radius), dtype=np.float32)
+    return maps
