@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mdps.runtime.simplex import simplex_noise
 from mdps.training.config import TrainingConfig
 from mdps.training.loss import to_unit
 from mdps.training.sources import Source
@@ -37,7 +38,7 @@ def draw_batch(config: TrainingConfig, source: Source, samples: range, timesteps
         noise_seed = int(rng.integers(2**63))
         image = vary(source.image(image_index(config.seed, number, source.count), rng), rng, config)
         images.append(image)
-        noises.append(draw_noise(noise_seed, image.shape[:2], device))
+        noises.append(draw_noise(config.noise, noise_seed, image.shape[:2], device))
     clean = torch.from_numpy(np.ascontiguousarray(np.stack(images)))
     if device.type == "cuda":
         clean = clean.pin_memory().to(device, non_blocking=True)  # so that the copy does not stop the queue
@@ -63,8 +64,13 @@ def draw_timestep(config: TrainingConfig, rng: np.random.Generator, total: int) 
     return int(rng.integers(min(config.low_limit, total) if low else total))
 
 
-def draw_noise(seed: int, size: tuple[int, ...], device: torch.device) -> Tensor:
-    """Gaussian noise [3, H, W]; drawn on the device, so CPU and GPU differ."""
+def draw_noise(kind: str, seed: int, size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Noise [3, H, W] of mean 0 and variance 1: gaussian, drawn on the device, so that CPU and GPU differ; or simplex,
+    AnoDDPM's, the same everywhere, but drawn by the CPU and slower."""
+    if kind == "simplex":
+        height, width = size
+        field = simplex_noise(np.random.RandomState(seed % 2**32), (3, height, width))
+        return torch.from_numpy(field).to(device)
     return torch.randn((3, *size), generator=torch.Generator(device).manual_seed(seed), device=device)
 
 

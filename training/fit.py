@@ -122,7 +122,7 @@ class Run:
         self.meter = Meter(engine, len(self.alphas))
         if engine.main:
             self.folder = self._open_folder(on_log)
-            self.samples = Reconstructions(source, config.samples, self.schedule, engine.device)
+            self.samples = Reconstructions(config, source, self.schedule, engine.device) if config.samples else None
 
     def _open_folder(self, on_log: Callable[[Row], None] | None) -> RunFolder:
         folder = RunFolder(self.out, self.state.step, on_log)
@@ -200,7 +200,7 @@ class Run:
             self.state.save(self.out / CHECKPOINT, self.fingerprint)
 
     def _show(self) -> None:
-        if self.engine.main and self.config.samples:
+        if self.engine.main and self.samples is not None:
             self.folder.sample(self.samples.picture(self.state.ema), self.state.step)
 
     def _leave(self, number: int) -> None:

@@ -125,7 +125,7 @@ def draw_curve(log: Path, path: Path) -> None:
     if not rows:
         return
     steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     axes.plot(steps, [row["loss"] for row in rows], color="black", label="loss")
     for index in range(len(rows[0].get("loss_by_quarter", ()))):

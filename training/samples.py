@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
 from mdps.runtime.settings import PassSettings
+from mdps.training.config import TrainingConfig
 from mdps.training.draw import draw_noise
 from mdps.training.loss import to_unit
 from mdps.training.sources import Source
@@ -18,14 +19,15 @@ _SEED = 0
 
 
 class Reconstructions:
-    """A fixed choice of `count` images, and fixed noise, so that one step's picture compares with the next."""
+    """A fixed choice of `config.samples` images, one or more, and fixed noise: one picture compares with the next."""
 
-    def __init__(self, source: Source, count: int, schedule: NoiseSchedule, device: torch.device) -> None:
+    def __init__(self, config: TrainingConfig, source: Source, schedule: NoiseSchedule, device: torch.device) -> None:
+        count = config.samples
         rng = np.random.default_rng(_SEED)
         which = np.linspace(0, (source.count or 1) - 1, count).round().astype(int)
         images = np.stack([source.image(int(index), rng) for index in which])
         self.clean = to_unit(torch.from_numpy(images)).to(device)
-        self.noise = torch.stack([draw_noise(index, images.shape[1:3], device) for index in range(count)])
+        self.noise = torch.stack([draw_noise(config.noise, n, images.shape[1:3], device) for n in range(count)])
         self._schedule = schedule
 
     def picture(self, network: nn.Module) -> NDArray[np.uint8]:

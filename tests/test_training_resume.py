@@ -1,0 +1,224 @@
+"""Training that is cut short: exceptions, kill -9, signals, a full disk; and that it goes on to the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mdps.runtime.errors import MdpsError, UsageError
+from mdps.training import fit
+from mdps.training.folder import CHECKPOINT, DENOISER, LOG
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and limits")
+
+
+class KilledError(Exception):
+    pass
+
+
+def kill_at(step):
+    def on_log(row):
+        if row["step"] == step:
+            raise KilledError
+
+    return on_log
+
+
+def tensors(path):
+    content = torch.load(path, weights_only=True)
+    parts = {f"{part}.{k}": v for part in ("network", "ema") for k, v in content[part].items()}
+    for index, moments in content["optimizer"]["state"].items():
+        parts |= {f"optimizer.{index}.{k}": torch.as_tensor(v) for k, v in moments.items()}
+    return parts | {"step": content["step"]}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    return all(torch.equal(v, b[k]) if isinstance(v, torch.Tensor) else v == b[k] for k, v in a.items())
+
+
+def log_of(run):
+    rows = [json.loads(line) for line in (run / LOG).read_text().splitlines()]
+    return [(row["step"], row["loss"], row["loss_by_quarter"]) for row in rows]
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adam", "ema": 0.0, "clip": 0.1}])
+def test_a_run_that_broke_off_resumes_to_the_same_bits(tmp_path, tiny_images, tiny_config, changes):
+    config = replace(tiny_config, **changes)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fit(tiny_images, whole, config, device="cpu")
+    with pytest.raises(KilledError):
+        fit(tiny_images, cut, config, device="cpu", on_log=kill_at(5))
+    assert torch.load(cut / CHECKPOINT, weights_only=True)["step"] == 4
+    torch.manual_seed(99)  # another process would not have our global generator's state
+    fit(tiny_images, cut, config, device="cpu", resume=True)
+    assert same(tensors(whole / CHECKPOINT), tensors(cut / CHECKPOINT))
+    assert (whole / DENOISER).read_bytes() == (cut / DENOISER).read_bytes()
+    assert [step for step, *_ in log_of(cut)] == list(range(1, 9))
+    assert log_of(whole) == log_of(cut)
+
+
+def test_training_leaves_the_callers_random_numbers_alone(tmp_path, tiny_images, tiny_config):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    fit(tiny_images, tmp_path / "run", tiny_config, device="cpu")
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_another_seed_gives_other_weights(tmp_path, tiny_images, tiny_config):
+    for seed in (0, 1):
+        fit(tiny_images, tmp_path / str(seed), replace(tiny_config, seed=seed), device="cpu")
+    assert not same(tensors(tmp_path / "0" / CHECKPOINT), tensors(tmp_path / "1" / CHECKPOINT))
+
+
+def test_a_finished_run_resumed_writes_the_same_denoiser(tmp_path, tiny_images, tiny_config):
+    path = fit(tiny_images, tmp_path / "run", tiny_config, device="cpu")
+    before = path.read_bytes()
+    path.unlink()
+    assert fit(tiny_images, tmp_path / "run", tiny_config, device="cpu", resume=True).read_bytes() == before
+
+
+def test_a_checkpoint_from_before_a_setting_existed_goes_on(tmp_path, tiny_images, tiny_config):
+    run = tmp_path / "run"
+    with pytest.raises(KilledError):
+        fit(tiny_images, run, tiny_config, device="cpu", on_log=kill_at(5))
+    content = torch.load(run / CHECKPOINT, weights_only=True)
+    settings = json.loads(content["config"])
+    del settings["weighting"], settings["clip"]
+    torch.save(content | {"config": json.dumps(settings)}, run / CHECKPOINT)
+    fit(tiny_images, run, tiny_config, device="cpu", resume=True)
+
+
+def test_a_run_folder_is_neither_overwritten_nor_mixed_up(tmp_path, tiny_images, tiny_config):
+    run = tmp_path / "run"
+    with pytest.raises(UsageError, match="without --resume"):
+        fit(tiny_images, run, tiny_config, device="cpu", resume=True)
+    fit(tiny_images, run, tiny_config, device="cpu")
+    with pytest.raises(UsageError, match="already holds a training run"):
+        fit(tiny_images, run, tiny_config, device="cpu")
+    with pytest.raises(UsageError, match=r"learning_rate = 0\.0004, not 0\.1"):
+        fit(tiny_images, run, replace(tiny_config, learning_rate=0.1), device="cpu", resume=True)
+    with pytest.raises(UsageError, match="other images"):
+        fit(255 - tiny_images, run, tiny_config, device="cpu", resume=True)
+    (run / CHECKPOINT).write_bytes((run / CHECKPOINT).read_bytes()[:500])
+    with pytest.raises(UsageError, match=r"checkpoint\.pt cannot be read"):
+        fit(tiny_images, run, tiny_config, device="cpu", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        fit(tiny_images, tmp_path / "file", tiny_config, device="cpu")
+
+
+# ---- other processes, really ended
+
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+import numpy as np, torch
+from mdps.training import TrainingConfig, fit
+from mdps.runtime.errors import MdpsError
+out, config, pause, resume, limit = Path(sys.argv[1]), json.loads(sys.argv[2]), *map(float, sys.argv[3:])
+images = np.load(out.parent / "images.npy")
+
+def on_log(row):
+    time.sleep(pause)
+    if limit and row["step"] == 5:
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+
+torch.set_num_threads(1)
+try:
+    fit(images, out, TrainingConfig.from_json(config), device="cpu", resume=bool(resume), on_log=on_log)
+except MdpsError as error:
+    sys.exit(f"{error.exit_code} {error}")
+"""
+
+
+def start(run, config, images, *, pause=0.0, resume=False, limit=0):
+    np.save(run.parent / "images.npy", images)
+    arguments = [str(run), json.dumps(config.to_json()), str(pause), str(int(resume)), str(limit)]
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(condition, process, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def steps_logged(run):
+    return len((run / LOG).read_bytes().splitlines()) if (run / LOG).exists() else 0
+
+
+@POSIX
+def test_a_process_killed_with_sigkill_resumes_to_the_same_bits(tmp_path, tiny_images, tiny_config):
+    config = replace(tiny_config, steps=40, checkpoint_every=1, sample_every=0)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fit(tiny_images, whole, config, device="cpu")
+    for steps, resume in ((5, False), (18, True)):
+        with start(cut, config, tiny_images, pause=0.02, resume=resume) as process:
+            wait_for(lambda steps=steps: steps_logged(cut) >= steps, process)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert process.returncode == -signal.SIGKILL
+        assert not (cut / DENOISER).exists()
+        torch.load(cut / CHECKPOINT, weights_only=True)
+    with start(cut, config, tiny_images, resume=True) as process:
+        assert process.wait() == 0, process.communicate()
+    assert same(tensors(whole / CHECKPOINT), tensors(cut / CHECKPOINT))
+    assert (whole / DENOISER).read_bytes() == (cut / DENOISER).read_bytes()
+    assert log_of(whole) == log_of(cut)
+
+
+@POSIX
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, tiny_images, tiny_config, number):
+    run = tmp_path / "run"
+    config = replace(tiny_config, steps=10_000, checkpoint_every=10_000, sample_every=0)
+    with start(run, config, tiny_images, pause=0.01) as process:
+        wait_for(lambda: steps_logged(run) >= 3, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    step = torch.load(run / CHECKPOINT, weights_only=True)["step"]
+    assert process.returncode == 1
+    assert f"130 stopped by {number.name} after step {step} of 10000" in err
+    assert "--resume" in err
+    assert "Traceback" not in err
+    assert (out, log_of(run)[-1][0]) == ("", step)
+    assert not (run / DENOISER).exists()
+
+
+@POSIX
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, tiny_images, tiny_config):
+    run = tmp_path / "run"
+    with start(run, replace(tiny_config, sample_every=0), tiny_images, limit=4000) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "1 " in err
+    assert "run cannot be written (File too large)" in err
+    assert "--resume" in err
+    assert torch.load(run / CHECKPOINT, weights_only=True)["step"] == 4
+    assert not [path for path in run.iterdir() if path.name.startswith(".mdps")]
+    fit(tiny_images, run, replace(tiny_config, sample_every=0), device="cpu", resume=True)
+
+
+def test_an_unwritable_folder_is_one_sentence(tmp_path, tiny_images, tiny_config):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MdpsError, match="cannot be written"):
+        fit(tiny_images, tmp_path / "file" / "run", tiny_config, device="cpu")
