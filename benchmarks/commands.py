@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
 from mdps.serving.terminal import needs, print_values, spoken_warnings
@@ -185,4 +186,4 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     return 0 if any(row.median_ms is not None for row in result.rows) else 1
 
 
-COMMANDS = (evaluate, reproduce, sweep, demo, bench)
+COMMANDS = (evaluate, peers, reproduce, sweep, demo, bench)

@@ -21,11 +21,19 @@ ALLOWED = {
 # The demo and its network walk the product's whole path, as the command line does; nothing imports them but it.
 WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/sweep_demo.py", "benchmarks/train_demo.py"}
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
-ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py"}
+ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py", "benchmarks/peers/weights.py"}
 # The commands that measure, and what shows an evaluation with the pictures and pages of an inspection.
 ALSO_SERVING = {
     f"benchmarks/{name}.py"
-    for name in ("commands", "study_commands", "judges", "gallery", "evaluation_report", "evaluation_page")
+    for name in (
+        "commands",
+        "study_commands",
+        "peers_command",
+        "judges",
+        "gallery",
+        "evaluation_report",
+        "evaluation_page",
+    )
 }
 # A table of the paper needs a bundle a variant.
 ALSO_EXPORT = {"benchmarks/reproduce/bundles.py"}

@@ -1,0 +1,145 @@
+"""Fits a detector with anomalib's Lightning module; a fit that was cut off goes on where it was."""
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tqdm import tqdm
+
+from mdps.benchmarks.peers.options import PeerOptions
+from mdps.benchmarks.peers.pictures import HELD_OUT, data_module, write_textures
+from mdps.benchmarks.peers.recipes import PEERS, Recipe, settings_of
+from mdps.benchmarks.peers.weights import layer_names, local_backbone, read_teacher, timm_name
+
+SAVE_EVERY = timedelta(minutes=2)
+
+
+def build(name: str, options: PeerOptions, scratch: Path) -> tuple[Any, dict[str, Any]]:
+    """anomalib's Lightning module with local weights, and the facts about it that a result records.
+
+    `scratch` takes files that it reads from. PeerSkippedError where something it needs is missing.
+    """
+    recipe, settings = PEERS[name], settings_of(name, options)
+    facts: dict[str, Any] = {"settings": dict(settings)}
+    settings |= _paths(name, options, scratch, facts)
+    if recipe.stages:
+        layers = layer_names(options.backbone, recipe.stages)
+        settings["backbone"] = timm_name(options.backbone)
+        if name != "fastflow":  # it has them built in
+            settings["layers"] = layers
+        facts |= {"backbone": options.backbone, "layers": layers}
+    import anomalib.models
+    import torch
+
+    kind = getattr(anomalib.models, recipe.model)
+    torch.manual_seed(options.seed)  # PaDiM draws its channels here
+    with local_backbone(options.backbone, options.backbone_weights, recipe.stages) as read:
+        module = kind(
+            **settings,
+            pre_processor=kind.configure_pre_processor(image_size=options.size),
+            post_processor=False,
+            evaluator=False,
+            visualizer=False,
+        )
+    if recipe.stages:
+        facts["backbone_sha256"] = read[0]
+    return module, facts
+
+
+def _paths(name: str, options: PeerOptions, scratch: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    if name == "efficientad":
+        facts["imagenette"] = str(options.imagenette)
+        return {"imagenet_dir": options.imagenette}
+    if name != "draem":
+        return {}
+    if options.textures is not None:
+        facts["textures"] = str(options.textures)
+        return {"dtd_dir": options.textures}
+    facts["textures"] = "photographs of scikit-image in place of DTD"
+    write_textures(scratch / "textures")
+    return {"dtd_dir": scratch / "textures"}
+
+
+def fit(name: str, module: Any, train: Sequence[Path], validation: Sequence[Path], options: PeerOptions,
+        scratch: Path) -> dict[str, Any]:  # fmt: skip
+    """Fits in place and says how long it took; what is half done lies in `scratch` and is taken up again."""
+    from lightning.pytorch import Trainer, seed_everything
+
+    recipe = PEERS[name]
+    held_out = list(validation)
+    if name == "efficientad":  # the only one that reads them: quantiles of its two maps
+        teacher = read_teacher(options.teacher) if options.teacher else {}
+        module.prepare_pretrained_model = lambda: module.model.teacher.load_state_dict(teacher)
+        if not held_out:
+            held_out, train = list(train[::HELD_OUT]), [p for i, p in enumerate(train) if i % HELD_OUT]
+    seed_everything(options.seed, verbose=False)
+    data = data_module(train, held_out, options.size, recipe.batch, options.seed)
+    trainer = Trainer(**_trainer(recipe, module, options, scratch))
+    before, start = _last(scratch), time.perf_counter()
+    trainer.fit(module, datamodule=data, ckpt_path=before)
+    seconds = time.perf_counter() - start
+    if name == "efficientad":
+        Trainer(**_machine(options)).validate(module, datamodule=data, verbose=False)
+    facts: dict[str, Any] = {"train_images": len(train), "fit_seconds": round(seconds, 1)}
+    if recipe.iterative:
+        facts |= {"steps": trainer.global_step, "epochs": trainer.current_epoch, "batch": recipe.batch}
+        facts["resumed"] = before is not None
+    return facts
+
+
+def _trainer(recipe: Recipe, module: Any, options: PeerOptions, scratch: Path) -> dict[str, Any]:
+    """Lightning's arguments: the detector's own first, then the budget."""
+    from anomalib.engine.plugins import AnomalibCheckpointIO
+    from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+
+    reads_own_checkpoint = AnomalibCheckpointIO(extra_safe_globals=list(module.checkpoint_safe_globals()))
+    arguments = _machine(options) | {"limit_val_batches": 0, "plugins": [reads_own_checkpoint]}
+    arguments |= {key: value for key, value in module.trainer_arguments.items() if key != "devices"}
+    if recipe.iterative:
+        steps = [limit for limit in (recipe.steps, options.steps) if limit is not None]
+        # -1 is Lightning's word for no limit
+        arguments |= {"max_epochs": recipe.epochs or -1, "max_steps": min(steps, default=-1)}
+        arguments["enable_checkpointing"] = True
+        saved = ModelCheckpoint(scratch, filename="state", save_last=True, train_time_interval=SAVE_EVERY)
+        arguments["callbacks"] = [saved]
+        if options.minutes is not None:
+            # It counts on from a checkpoint, so that a fit that was cut off gets no second helping.
+            arguments["callbacks"].append(Timer(timedelta(minutes=options.minutes), verbose=False))
+    return arguments
+
+
+def _machine(options: PeerOptions) -> dict[str, Any]:
+    kind, _, index = options.device.partition(":")
+    return {
+        "accelerator": "gpu" if kind == "cuda" else kind,
+        "devices": [int(index)] if index else 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": sys.stderr.isatty(),
+    }
+
+
+def _last(scratch: Path) -> Path | None:
+    path = scratch / "last.ckpt"
+    return path if path.is_file() else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's advice, and without bars of anomalib in a pipe."""
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings(), patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=None)):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

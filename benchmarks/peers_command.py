@@ -1,0 +1,91 @@
+"""`mdps peers`: parses, calls, prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mdps.serving.options import AS_JSON, TRACEBACK
+from mdps.serving.terminal import needs
+
+
+def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps peers mvtec/bottle --out peers
+  mdps peers mvtec --names patchcore,draem --image-size 256 --minutes 60 --device cuda --out peers
+  mdps peers parts --names reverse-distillation --backbone resnet18 --backbone-weights resnet18.pth --out peers
+\b
+Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
+)
+@click.argument("dataset", type=click.Path(path_type=Path))
+@click.option(
+    "--names", callback=_names, default="patchcore,padim", show_default=True,
+    help="Of patchcore, padim, draem, efficientad, stfpm, cflow, supersimplenet, reverse-distillation, fastflow.",
+)  # fmt: skip
+@click.option("--category", "wanted", multiple=True, help="Only this category; may be given several times.")
+@click.option("--image-size", type=click.IntRange(32), default=256, show_default=True, help="Side of their images.")
+@click.option("--backbone", help="Feature network of those that take one [default: efficientnet_lite0].")
+@click.option("--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached].")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End an iterative fit within so many minutes.")
+@click.option("--steps", type=click.IntRange(1), help="Or after so many steps [default: as published].")
+@click.option("--coreset", type=click.FloatRange(0, 1, min_open=True), help="Share PatchCore keeps [default: 0.02].")
+@click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
+@click.option("--teacher", type=click.Path(path_type=Path), help="Weights of EfficientAD's teacher.")
+@click.option("--imagenette", type=click.Path(path_type=Path), help="Folder of ImageNette, for EfficientAD.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only.")
+@click.option(
+    "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
+    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
+)  # fmt: skip
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for results and fitted networks.")
+@AS_JSON
+@TRACEBACK
+def peers(
+    dataset: Path,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    image_size: int,
+    every: int,
+    resolution: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Fit other detectors through anomalib to a data set and measure them as `mdps evaluate` measures a bundle.
+
+    The same images, splits, ground truth, metrics and, where they take one, feature network. Nothing is downloaded; who
+    cannot run here is named with the reason. Run it again after an interruption: fits go on where they were.
+    """
+    with needs("peers"):
+        import anomalib  # noqa: F401 - before anything is read
+
+        from mdps.benchmarks.commands import SOME_FAILED, chosen_categories
+        from mdps.benchmarks.evaluation_report import check_folder
+        from mdps.benchmarks.peers.compare import compare, markdown
+    categories = chosen_categories(dataset, wanted)
+    check_folder(out)
+    given = {key: value for key, value in options.items() if value is not None}
+    rows = compare(
+        names,
+        categories,
+        out,
+        every=every,
+        largest=None if resolution == "full" else int(resolution),
+        say=lambda text: click.echo(text, err=True),
+        size=(image_size, image_size),
+        **given,
+    )
+    click.echo(json.dumps(rows) if as_json else markdown(rows).rstrip())
+    judged = [row for row in rows if "skipped" not in row]
+    if not judged:
+        return 1
+    tested = {category.name: -(-len(category.test) // every) for category in categories}
+    return SOME_FAILED if any(row["images"] < tested[row["category"]] for row in judged) else 0
