@@ -97,14 +97,20 @@ def tiny_bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def make_category(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a category in MVTec AD's layout below tmp_path: smooth grey images, bright discs as defects, masks."""
+def make_category(tmp_path: Path, write_category: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes a category as `write_category` does, in a folder of its name below tmp_path."""
+    return lambda name="disc", **how: write_category(tmp_path / "data" / name, **how)
+
+
+@pytest.fixture(scope="session")
+def write_category() -> Callable[..., Path]:
+    """Writes a category in MVTec AD's layout to a folder: smooth grey images, bright discs as defects, masks."""
     from PIL import Image
 
-    def make(
-        name: str = "disc", good: int = 3, defective: int = 4, size: tuple[int, int] = (40, 40), masks: bool = True
+    def write(
+        root: Path, good: int = 3, defective: int = 4, size: tuple[int, int] = (40, 40), masks: bool = True
     ) -> Path:
-        root, rng = tmp_path / "data" / name, np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         rows, columns = np.mgrid[: size[1], : size[0]]
         for index in range(-1, good + defective):  # the first is what makes the folder a category: an image to train on
             kind = "spot" if index >= good else "good"
@@ -121,7 +127,7 @@ def make_category(tmp_path: Path) -> Callable[..., Path]:
                 Image.fromarray(np.clip(values, 0, 255).astype(np.uint8)).save(path)
         return root
 
-    return make
+    return write
 
 
 @pytest.fixture(scope="session")
