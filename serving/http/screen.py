@@ -18,12 +18,15 @@ from mdps.serving.http.service import Service
 from mdps.serving.overlay import heat_picture, own_range, plain_picture, png
 from mdps.serving.run import heat_range
 
+_SCRIPTS = ("talk.js", "chart.js", "pictures.js")  # one script in this order: the last one starts it
+
 
 def page(status: int = 200) -> Response:
     """The page as one document that loads nothing else; it holds no data, so that it can also ask for the token."""
     folder = files("mdps.serving.http") / "page"
-    style, script, body = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js", "page.html"))
-    html = body.replace("/* page.css */", style).replace("/* page.js */", script)
+    style, body = ((folder / name).read_text("utf-8") for name in ("page.css", "page.html"))
+    script = "\n".join((folder / name).read_text("utf-8") for name in _SCRIPTS)
+    html = body.replace("/* page.css */", style).replace("/* scripts */", script)
     policy = (
         f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
         "img-src 'self' blob: data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
