@@ -4,7 +4,7 @@ The maps' float32 values are their own bins: a sorted table holds, for every dis
 defective pixels have it and what share of defect regions they cover. No range need be known, and nothing is rounded.
 While the tables have at most 2^22 rows (64 maps of 256 x 256 with no two values alike) the metrics are exact. Beyond,
 rows of nearly equal rank are merged (`tables.compact`), and compacted tables of equal age are merged and compacted
-again two by two: a pixel goes through one more compaction each time the number of pixels doubles, six for 2,000 such
+again two by two: a pixel goes through one more compaction each time the number of pixels doubles, five for 2,000 such
 maps.
 
 How wrong that can be. Let F(y) be the share of good pixels above y, ties counting half. AUROC is the mean of 1 - F(y)
@@ -12,7 +12,7 @@ over the defective pixels y; the area under the PRO curve up to the limit L is t
 weight times L - F(y), where that is positive. A compaction moves a pixel within the range of its group only. A group
 holds at most step (u + knee) of the good pixels, u being the share of them above it, and at most one cell of the
 defective pixels and of the regions' weights. So compacting all pixels once changes AUPRO at L by at most step (L +
-knee) / L + cell, and AUROC by the same with L = 1: 1.3e-5 either way, 8e-5 for 2,000 maps of 256 x 256
+knee) / L + cell, and AUROC by the same with L = 1: 1.3e-5 either way, 6.3e-5 for 2,000 maps
 (`PixelMetrics.error_bound`). By the same argument average precision changes by about 2e-5 at the very most: of the
 100,000 highest good pixels no two are merged, below them the number of false alarms is kept to 1e-5 of itself, and the
 number of hits to 2^-19 of all. These are bounds for pixels that all err in one direction; what was measured is below
