@@ -19,7 +19,8 @@ from mdps.benchmarks.peers.pictures import HELD_OUT, data_module, write_textures
 from mdps.benchmarks.peers.recipes import PEERS, Recipe, settings_of
 from mdps.benchmarks.peers.weights import layer_names, local_backbone, read_teacher, timm_name
 
-SAVE_EVERY = timedelta(minutes=2)
+SAVE_EVERY = timedelta(minutes=4)
+LAST = "last"
 
 
 def build(name: str, options: PeerOptions, scratch: Path) -> tuple[Any, dict[str, Any]]:
@@ -108,7 +109,7 @@ def _trainer(recipe: Recipe, module: Any, options: PeerOptions, scratch: Path) -
         # -1 is Lightning's word for no limit
         arguments |= {"max_epochs": recipe.epochs or -1, "max_steps": min(steps, default=-1)}
         arguments["enable_checkpointing"] = True
-        saved = ModelCheckpoint(scratch, filename="state", save_last=True, train_time_interval=SAVE_EVERY)
+        saved = ModelCheckpoint(scratch, LAST, enable_version_counter=False, train_time_interval=SAVE_EVERY)
         arguments["callbacks"] = [saved]
         if options.minutes is not None:
             # It counts on from a checkpoint, so that a fit that was cut off gets no second helping.
@@ -129,7 +130,7 @@ def _machine(options: PeerOptions) -> dict[str, Any]:
 
 
 def _last(scratch: Path) -> Path | None:
-    path = scratch / "last.ckpt"
+    path = scratch / f"{LAST}.ckpt"
     return path if path.is_file() else None
 
 

@@ -1,0 +1,308 @@
+"""Detectors of anomalib: what is handed to them, what comes back, and what a user reads where they cannot run."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from mdps.benchmarks.datasets import Category, Sample
+from mdps.benchmarks.peers import PEERS, PeerOptions, PeerSkippedError, compare, judge, peer_judge
+from mdps.benchmarks.peers.pictures import write_textures
+from mdps.benchmarks.peers.recipes import settings_of
+from mdps.benchmarks.peers.weights import layer_names, local_backbone
+from mdps.benchmarks.peers_command import peers
+from mdps.models.backbones import IMAGENET, load_backbone
+from mdps.runtime.errors import UsageError
+from mdps.runtime.preprocessing import Preprocessing
+
+SIZE = (32, 32)
+INSTALLED = importlib.util.find_spec("anomalib") is not None
+with_anomalib = pytest.mark.skipif(not INSTALLED, reason="anomalib is not installed: pip install 'mdps[peers]'")
+
+
+@pytest.fixture(scope="module")
+def category(tmp_path_factory):
+    """Six smooth good images, and a test of two good ones and two with a white square."""
+    root, rng = tmp_path_factory.mktemp("parts"), np.random.default_rng(0)
+
+    def picture(name, square=False):
+        pixels = rng.integers(90, 130, (8, 8, 3)).astype(np.uint8)
+        image = np.array(Image.fromarray(pixels).resize((48, 48), Image.Resampling.BICUBIC))
+        if square:
+            image[12:24, 20:34] = 255
+        Image.fromarray(image).save(root / name)
+        return root / name
+
+    mask = np.zeros((48, 48), np.uint8)
+    mask[12:24, 20:34] = 255
+    Image.fromarray(mask).save(root / "mask.png")
+    good = tuple(Sample(picture(f"good{i}.png"), "good", False) for i in range(2))
+    bad = tuple(Sample(picture(f"bad{i}.png", True), "square", True, (root / "mask.png",)) for i in range(2))
+    train = tuple(picture(f"train{i}.png") for i in range(6))
+    return Category("parts", "plain", root, train, (), good + bad)
+
+
+# Without anomalib
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_read(category, tmp_path):
+    with pytest.raises(UsageError, match="there is no peer 'glass': choose among patchcore"):
+        peer_judge("glass", category, work=tmp_path, size=SIZE)
+    with pytest.raises(UsageError, match="there is no peer glass"):
+        compare.compare(["patchcore", "glass"], [category], tmp_path, size=SIZE)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("fastflow", {}, "runs on resnet18, wide_resnet50_2 only, not on efficientnet_lite0: give --backbone"),
+        ("reverse-distillation", {}, "Reverse Distillation of anomalib runs on resnet18, .*: give --backbone"),
+        ("supersimplenet", {}, "at least 128 pixels a side, not 64 x 64: give a larger --image-size"),
+        ("efficientad", {}, "nothing is downloaded: give --teacher FILE .* and --imagenette FOLDER"),
+        ("efficientad", {"teacher": Path("teacher.pth")}, "--imagenette"),
+    ],
+)
+def test_who_cannot_run_says_why_and_what_to_give(name, changes, reason):
+    with pytest.raises(PeerSkippedError, match=reason):
+        settings_of(name, PeerOptions((64, 64), **changes))
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "wide_resnet50_2"])
+def test_networks_with_few_backbones_take_those(backbone):
+    for name in ("fastflow", "reverse-distillation"):
+        assert settings_of(name, PeerOptions((64, 64), backbone=backbone)) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": (16, 64)},
+        {"minutes": 0.0},
+        {"steps": 0},
+        {"coreset": 0.0},
+        {"coreset": 1.5},
+        {"device": "tpu"},
+        {"textures": Path("nowhere")},
+        {"imagenette": Path("nowhere")},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(UsageError):
+        replace(PeerOptions(SIZE), **wrong)
+
+
+def test_layers_are_those_whose_maps_have_the_strides_of_the_stages():
+    assert layer_names("resnet18", (1, 2, 3)) == ["layer1", "layer2", "layer3"]
+    names = layer_names("efficientnet_lite0", (1, 2, 3))
+    network = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval()
+    sides = {}
+    for name in names:
+        network.get_submodule(name).register_forward_hook(lambda _, __, out, n=name: sides.update({n: out.shape[-1]}))
+    with torch.inference_mode():
+        network(torch.zeros(1, 3, 64, 64))
+    assert [sides[name] for name in names] == [16, 8, 4]
+    with pytest.raises(UsageError, match="has no stage 9"):
+        layer_names("resnet18", (9,))
+
+
+def test_a_pretrained_backbone_is_filled_from_the_local_file_and_nothing_is_fetched(monkeypatch):
+    def fetch(*_, **__):
+        raise AssertionError("went to the network")
+
+    monkeypatch.setattr("timm.models._builder.load_pretrained", fetch)
+    make = {"features_only": True, "out_indices": (2, 3)}
+    with local_backbone("efficientnet_lite0", None, (2, 3)) as read:
+        filled = timm.create_model("tf_efficientnet_lite0", pretrained=True, **make)
+        assert len(read) == 1
+        empty = timm.create_model("tf_efficientnet_lite0", pretrained=False, **make)
+        assert len(read) == 1
+    wanted = load_backbone("efficientnet_lite0", stages=(2, 3))
+    assert read == [wanted.weights_sha256]
+    for key, value in wanted.network.state_dict().items():
+        assert torch.equal(filled.state_dict()[key], value)
+    assert not torch.equal(empty.conv_stem.weight, filled.conv_stem.weight)
+    with pytest.raises(AssertionError, match="went to the network"):  # afterwards timm is as it was
+        timm.create_model("tf_efficientnet_lite0", pretrained=True, **make)
+
+
+def test_textures_are_pictures_of_several_scales(tmp_path):
+    write_textures(tmp_path)
+    sides = {Image.open(path).size for path in tmp_path.glob("*.png")}
+    assert len(list(tmp_path.glob("*.png"))) == 15
+    assert len(sides) > 1
+
+
+@pytest.mark.skipif(INSTALLED, reason="anomalib is installed")
+def test_without_anomalib_one_sentence_says_what_to_install(category, tmp_path):
+    with pytest.raises(UsageError, match=r"not installed: pip install 'mdps\[peers\]'"):
+        peer_judge("patchcore", category, work=tmp_path, size=SIZE)
+    answer = CliRunner().invoke(peers, [str(category.root), "--out", str(tmp_path / "out")])
+    assert answer.exit_code != 0
+    assert "needs anomalib, which is not installed: pip install 'mdps[peers]'" in answer.output
+
+
+class Bright:
+    """Scores by the brightest pixel."""
+
+    name, crop = "PaDiM", None
+    provenance = {"train_images": 6, "fit_seconds": 2.4, "steps": 7}  # noqa: RUF012
+
+    def __call__(self, paths):
+        for path in paths:
+            grey = Preprocessing(SIZE)(path).mean(axis=0)
+            yield float(grey.max()), grey
+
+
+@pytest.fixture
+def bright(monkeypatch):
+    def make(name, *_, **__):
+        if name == "draem":
+            raise PeerSkippedError("no reason at all")
+        return Bright()
+
+    monkeypatch.setattr(compare, "peer_judge", make)
+
+
+def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(bright, category, tmp_path):
+    said = []
+    rows = compare.compare(["padim", "draem"], [category], tmp_path, say=said.append, size=SIZE)
+    assert rows[0]["judge"] == "PaDiM"
+    assert rows[0]["image_auroc"] == 1.0
+    assert rows[0]["pixel_auroc"] > 0.95
+    assert rows[1] == {"judge": "DRAEM", "category": "parts", "skipped": "no reason at all"}
+    assert json.loads((tmp_path / "peers.json").read_text()) == rows
+    table = (tmp_path / "peers.md").read_text()
+    assert "| PaDiM | parts | 4 | 1.0000 |" in table
+    assert "6 images, 2 s, 7 steps |" in table
+    assert "Skipped DRAEM on parts: no reason at all" in table
+    assert (tmp_path / "padim" / "parts" / "results.json").is_file()
+    assert any("no reason at all" in line for line in said)
+
+
+def test_the_key_holds_what_a_fit_depends_on(category, monkeypatch):
+    monkeypatch.setattr(judge, "version", lambda name: "1")
+    key = lambda name, cat=category, **options: judge._identity(name, cat, PeerOptions(SIZE, **options))  # noqa: E731
+    base = key("draem")
+    assert base == key("draem", coreset=0.5, backbone="resnet18")  # DRAEM reads neither
+    for change in ({"minutes": 1.0}, {"steps": 5}, {"seed": 1}, {"textures": category.root}):
+        assert key("draem", **change) != base
+    assert key("draem", replace(category, train=category.train[:-1])) != base
+    assert key("patchcore", minutes=1.0) == key("patchcore")  # one pass over the images knows no budget
+    assert key("patchcore", coreset=0.5) != key("patchcore")
+    assert key("patchcore", backbone="resnet18") != key("patchcore")
+
+
+# With anomalib
+
+
+@pytest.fixture(scope="module")
+def patchcore(category, tmp_path_factory):
+    work = tmp_path_factory.mktemp("work")
+    return peer_judge("patchcore", category, work=work, size=SIZE, coreset=1.0), work
+
+
+@with_anomalib
+def test_patchcore_measures_distances_between_features_of_the_given_network(patchcore, category):
+    """With every patch kept, the score without weighting is the largest distance to the nearest training patch."""
+    peer, _ = patchcore
+    backbone = load_backbone("efficientnet_lite0", stages=(2, 3))
+    mean, std = (torch.tensor(values)[:, None, None] for values in IMAGENET)
+
+    def patches(path):
+        image = torch.from_numpy((Preprocessing(SIZE)(path) + 1) / 2)
+        with torch.inference_mode():
+            features = [torch.nn.functional.avg_pool2d(f, 3, 1, 1) for f in backbone(((image - mean) / std)[None])]
+        large = torch.nn.functional.interpolate(features[1], size=features[0].shape[-2:], mode="bilinear")
+        return torch.cat([features[0], large], 1)[0].flatten(1).T.double()
+
+    bank = torch.cat([patches(path) for path in category.train])
+    peer._module.model.num_neighbors = 1
+    paths = [sample.path for sample in category.test]
+    for path, (score, anomaly_map) in zip(paths, peer(paths), strict=True):
+        expected = torch.cdist(patches(path), bank).min(1).values.max()
+        assert score == pytest.approx(float(expected), rel=1e-3)
+        assert anomaly_map.shape == SIZE
+        assert anomaly_map.dtype == np.float32
+
+
+@with_anomalib
+def test_a_training_image_is_no_anomaly(patchcore, category):
+    peer, _ = patchcore
+    (known, _), (defect, _) = peer([category.train[0], category.test[-1].path])
+    assert known < 0.05 * defect
+
+
+@with_anomalib
+def test_a_fit_is_kept_and_read_back_as_it_was(patchcore, category, monkeypatch):
+    first, work = patchcore
+    monkeypatch.setattr(judge, "_fit", lambda *_: pytest.fail("fitted again"))
+    again = peer_judge("patchcore", category, work=work, size=SIZE, coreset=1.0)
+    again._module.model.num_neighbors = first._module.model.num_neighbors
+    path = [category.test[-1].path]
+    (score, anomaly_map), (score_again, map_again) = next(first(path)), next(again(path))
+    assert score_again == score
+    assert np.array_equal(map_again, anomaly_map)
+    assert again.provenance == first.provenance
+    assert len(first.provenance["fitted_sha256"]) == 64
+
+
+@with_anomalib
+def test_an_image_gives_the_same_beside_others(patchcore, category):
+    peer, _ = patchcore
+    paths = [sample.path for sample in category.test]
+    together = [score for score, _ in peer(paths)]
+    assert [next(peer([path]))[0] for path in paths] == together
+
+
+@with_anomalib
+@pytest.mark.slow
+def test_a_fit_that_was_cut_off_goes_on(category, tmp_path, monkeypatch):
+    from datetime import timedelta
+
+    import anomalib.models
+
+    from mdps.benchmarks.peers import fitting
+
+    step, calls = anomalib.models.Stfpm.training_step, []
+
+    def cut_off(module, *args, **kwargs):
+        calls.append(module)
+        if len(calls) == 4:
+            raise RuntimeError("the power went")
+        return step(module, *args, **kwargs)
+
+    monkeypatch.setattr(fitting, "SAVE_EVERY", timedelta(microseconds=1))
+    monkeypatch.setattr(anomalib.models.Stfpm, "training_step", cut_off)
+    few = replace(category, train=category.train[:2])
+    with pytest.raises(RuntimeError, match="the power went"):
+        peer_judge("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
+    calls[:] = [None] * 10
+    peer = peer_judge("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
+    assert peer.provenance["resumed"] is True
+    assert peer.provenance["steps"] == 5
+    assert len(calls) - 10 < 5
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@with_anomalib
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(PEERS) - {"patchcore", "efficientad"}))
+def test_every_detector_fits_offline(name, category, tmp_path):
+    backbone, weights = "efficientnet_lite0", None
+    if PEERS[name].only:
+        backbone, weights = "resnet18", tmp_path / "resnet18.pth"
+        torch.save(timm.create_model("resnet18", pretrained=False).state_dict(), weights)
+    size = (max(64, PEERS[name].least),) * 2
+    options = {"size": size, "steps": 2, "backbone": backbone, "backbone_weights": weights}
+    peer = peer_judge(name, category, work=tmp_path / "work", **options)
+    found = list(peer([sample.path for sample in category.test]))
+    assert [anomaly_map.shape for _, anomaly_map in found] == [size] * 4
+    assert all(np.isfinite(score) and np.isfinite(anomaly_map).all() for score, anomaly_map in found)
