@@ -125,8 +125,8 @@ def reproduce(
     change the detector. Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
     """
     with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.reproduce import ReproduceOptions
-        from mdps.benchmarks.reproduce import reproduce as measure
+        from mdps.benchmarks.reproduce.run import ReproduceOptions
+        from mdps.benchmarks.reproduce.run import reproduce as measure
     own = {name: options.pop(name) for name in ReproduceOptions.__dataclass_fields__ if name in options}
     asked = ReproduceOptions(
         table=table,

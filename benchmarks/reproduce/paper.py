@@ -72,7 +72,7 @@ def paper_table(name: str) -> PaperTable | None:
         return None
     unit = 100.0 if table["unit"] == "%" else 1.0
     rows = {
-        category: {method: tuple(value / unit for value in values) for method, values in cells.items()}
+        category: {method: tuple(round(value / unit, 6) for value in values) for method, values in cells.items()}
         for category, cells in table["rows"].items()
     }
     return PaperTable(table["caption"], tuple(table["metrics"]), rows)
