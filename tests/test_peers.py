@@ -255,6 +255,24 @@ def test_a_fit_is_kept_and_read_back_as_it_was(patchcore, category, monkeypatch)
 
 
 @with_anomalib
+def test_a_broken_picture_is_a_sentence_and_the_others_are_judged(patchcore, category, tmp_path):
+    peer, _ = patchcore
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    paths = [category.test[0].path, tmp_path / "broken.png", category.test[1].path]
+    first, broken, second = peer.looks(paths)
+    assert "broken.png" in broken
+    assert [first.score, second.score] == [score for score, _ in peer([paths[0], paths[2]])]
+    assert first.ms > 0
+
+
+@pytest.mark.parametrize(("steps", "said"), [(3, True), (700, False)])
+def test_a_shorter_fit_than_the_published_one_is_told(steps, said):
+    peer = judge.PeerJudge("draem", torch.nn.Identity(), PeerOptions(SIZE), {"steps": steps, "published_steps": 700})
+    assert peer.notes == (("DRAEM was fitted for 3 of its 700 published steps: it can do better",) if said else ())
+    assert judge.PeerJudge("padim", torch.nn.Identity(), PeerOptions(SIZE), {}).notes == ()
+
+
+@with_anomalib
 def test_an_image_gives_the_same_beside_others(patchcore, category):
     peer, _ = patchcore
     paths = [sample.path for sample in category.test]
@@ -288,6 +306,7 @@ def test_a_fit_that_was_cut_off_goes_on(category, tmp_path, monkeypatch):
     peer = peer_judge("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
     assert peer.provenance["resumed"] is True
     assert peer.provenance["steps"] == 5
+    assert peer.provenance["published_steps"] == 100
     assert len(calls) - 10 < 5
     assert not list(tmp_path.glob("*.unfinished"))
 

@@ -82,7 +82,7 @@ def fit(name: str, module: Any, train: Sequence[Path], validation: Sequence[Path
         if not held_out:
             held_out, train = list(train[::HELD_OUT]), [p for i, p in enumerate(train) if i % HELD_OUT]
     seed_everything(options.seed, verbose=False)
-    data = data_module(train, held_out, options.size, recipe.batch, options.seed)
+    data = data_module(train, held_out, options.size, recipe.batch, options.seed, recipe.iterative)
     trainer = Trainer(**_trainer(recipe, module, options, scratch))
     before, start = _last(scratch), time.perf_counter()
     trainer.fit(module, datamodule=data, ckpt_path=before)
@@ -91,8 +91,10 @@ def fit(name: str, module: Any, train: Sequence[Path], validation: Sequence[Path
         Trainer(**_machine(options)).validate(module, datamodule=data, verbose=False)
     facts: dict[str, Any] = {"train_images": len(train), "fit_seconds": round(seconds, 1)}
     if recipe.iterative:
-        facts |= {"steps": trainer.global_step, "epochs": trainer.current_epoch, "batch": recipe.batch}
-        facts["resumed"] = before is not None
+        published = recipe.steps or (recipe.epochs or 0) * trainer.num_training_batches
+        # Batches, not Lightning's global_step, which counts CFLOW-AD's hundreds of updates a batch.
+        facts |= {"steps": trainer.fit_loop.total_batch_idx + 1, "published_steps": int(published)}
+        facts |= {"batch": recipe.batch, "resumed": before is not None}
     return facts
 
 

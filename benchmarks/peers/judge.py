@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps import __version__
+from mdps.benchmarks.looks import Box, Look
 from mdps.benchmarks.peers.options import PeerOptions
 from mdps.benchmarks.peers.recipes import PEERS, settings_of
 from mdps.runtime.atomic import new_folder, write_text
-from mdps.runtime.errors import UsageError, require
+from mdps.runtime.errors import ImageError, UsageError, require
+from mdps.runtime.preprocessing import Preprocessing, read_image
 
 
 class Split(Protocol):
@@ -39,26 +42,54 @@ class PeerJudge:
     Maps are float32 [h, w] in the size the pictures were resized to.
     """
 
-    crop: tuple[int, int, int, int] | None = None
+    crop: Box | None = None
+    threshold: float | None = None
 
-    def __init__(self, name: str, module: Any, options: PeerOptions, provenance: Mapping[str, object]) -> None:
-        from mdps.benchmarks.peers.pictures import Pictures
-
+    def __init__(self, name: str, module: Any, options: PeerOptions, provenance: Mapping[str, Any]) -> None:
         self.name = PEERS[name].title
         self.provenance = provenance
         self._module = module.eval().to(options.device)
         self._device = options.device
-        self._pictures = Pictures((), options.size)
+        self._read = Preprocessing(options.size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That the fit was shorter than the published one, where it was."""
+        steps, published = self.provenance.get("steps", 0), self.provenance.get("published_steps", 0)
+        if steps >= published:
+            return ()
+        return (f"{self.name} was fitted for {steps:,} of its {published:,} published steps: it can do better",)
+
+    def covered(self, size: tuple[int, int]) -> Box:
+        """All of a picture of `size` (W, H)."""
+        return (0.0, 0.0, float(size[0]), float(size[1]))
 
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
         """(anomaly score, map [h, w]) of each picture in order; ImageError naming a file that cannot be read."""
+        for path in paths:
+            look = self._look(path)
+            yield look.score, look.anomaly_map
+
+    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
+        """The same with the time from the decoded picture to the map; a sentence for a file that cannot be read."""
+        for path in paths:
+            try:
+                yield self._look(path)
+            except ImageError as error:
+                yield str(error)
+
+    def _look(self, path: Path) -> Look:
         import torch
 
-        for path in paths:
-            with torch.inference_mode():
-                found = self._module(self._pictures.image(path)[None].to(self._device))
-            anomaly_map: NDArray[np.float32] = found.anomaly_map.float().cpu().numpy()
-            yield float(found.pred_score.reshape(())), anomaly_map.reshape(anomaly_map.shape[-2:])
+        picture = read_image(path)
+        start = time.perf_counter()
+        image = torch.from_numpy((self._read(picture) + 1) / 2)[None].to(self._device)
+        with torch.inference_mode():
+            found = self._module(image)
+        anomaly_map: NDArray[np.float32] = found.anomaly_map.float().cpu().numpy()
+        score = float(found.pred_score.reshape(()))
+        ms = (time.perf_counter() - start) * 1000
+        return Look(score, anomaly_map.reshape(anomaly_map.shape[-2:]), ms)
 
 
 def peer_judge(name: str, category: Split, *, work: Path, **options: Any) -> PeerJudge:

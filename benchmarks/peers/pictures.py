@@ -24,27 +24,33 @@ class Pictures(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, path: Path) -> torch.Tensor:
-        """One picture, float32 [3, H, W] in [0, 1]; ImageError naming the file where it cannot be had."""
-        return torch.from_numpy((self._read(path) + 1) / 2)
-
     def __getitem__(self, index: int) -> Any:
         from anomalib.data import ImageItem
 
-        image = self.image(self._paths[index])
+        image = torch.from_numpy((self._read(self._paths[index]) + 1) / 2)
         mask = torch.zeros(image.shape[-2:], dtype=torch.bool)
         return ImageItem(image=image, gt_label=torch.tensor(0), gt_mask=mask, image_path=str(self._paths[index]))
 
 
-def data_module(train: Sequence[Path], held_out: Sequence[Path], size: tuple[int, int], batch: int, seed: int) -> Any:
-    """Lightning's holder of both sets; the training order depends on the seed alone."""
+def data_module(
+    train: Sequence[Path], held_out: Sequence[Path], size: tuple[int, int], batch: int, seed: int, whole: bool
+) -> Any:
+    """Lightning's holder of both sets; the training order depends on the seed alone.
+
+    With `whole`, batches are whole ones, where there are images for one: some detectors fail on one or two images.
+    """
     from anomalib.data import ImageBatch
     from lightning.pytorch import LightningDataModule
 
     def loader(paths: Sequence[Path], shuffled: bool) -> DataLoader[Any]:
         order = torch.Generator().manual_seed(seed) if shuffled else None
         return DataLoader(
-            Pictures(paths, size), batch, shuffle=shuffled, generator=order, collate_fn=ImageBatch.collate
+            Pictures(paths, size),
+            batch,
+            shuffle=shuffled,
+            generator=order,
+            collate_fn=ImageBatch.collate,
+            drop_last=shuffled and whole and len(paths) >= batch,
         )
 
     module = LightningDataModule()

@@ -46,7 +46,7 @@ PEERS: dict[str, Recipe] = {
     # Wang et al., 2021: 100 epochs of batch 32.
     "stfpm": Recipe("STFPM", "Stfpm", (1, 2, 3), batch=32, epochs=100),
     # Gudovskiy et al., 2022: stages 2 to 4, batch 32, 50 epochs.
-    "cflow": Recipe("CFLOW-AD", "Cflow", (2, 3, 4), batch=32, epochs=50),
+    "cflow": Recipe("CFLOW-AD", "Cflow", (2, 3, 4), batch=32, epochs=50, least=128),
     # Rolih et al., 2024: 300 epochs of batch 32.
     "supersimplenet": Recipe("SuperSimpleNet", "Supersimplenet", (2, 3), batch=32, epochs=300, least=128),
     # Deng and Li, 2022: 200 epochs of batch 16; its decoder mirrors a ResNet.
