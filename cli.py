@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,8 +317,9 @@ def train(
         import accelerate  # noqa: F401
 
         from mdps import training
-    images, layout = _training_images(folder)
-    preprocessing = training.framing(recipe, layout, image_size, crop_size, say=lambda text: click.echo(text, err=True))
+    say: Callable[[str], object] = partial(click.echo, err=True) if training.first_process() else str
+    images, layout = _training_images(folder, say)
+    preprocessing = training.framing(recipe, layout, image_size, crop_size, say=say)
     network, settings = {
         "paper": (training.paper_network, training.paper_recipe),
         "small": (training.small_network, training.small_recipe),
@@ -331,10 +333,11 @@ def train(
             path = training.fit_in_processes(processes, images, out, config, **how)
         else:
             path = training.fit(images, out, config, **how)
-    click.echo(f"wrote {path}; next: mdps export --ckpt {path} --out BUNDLE")
+    if training.first_process():
+        click.echo(f"wrote {path}; next: mdps export --ckpt {path} --out BUNDLE")
 
 
-def _training_images(folder: Path) -> tuple[Path | tuple[Path, ...], str]:
+def _training_images(folder: Path, say: Callable[[str], object]) -> tuple[Path | tuple[Path, ...], str]:
     """What to learn from, and the layout it comes in: a plain folder, or a data set's category (its images only)."""
     parts = [folder, *(sub for sub in folder.iterdir() if sub.is_dir())] if folder.is_dir() else []
     if not any((part / inner).is_dir() for part in parts for inner in ("train", "Data")):
@@ -344,7 +347,7 @@ def _training_images(folder: Path) -> tuple[Path | tuple[Path, ...], str]:
     found = find_categories(folder)
     if len(found) > 1:
         raise click.UsageError(f"{folder} holds {len(found)} categories: train on one, such as {found[0].root}")
-    click.echo(f"{found[0].name}: {len(found[0].train)} training images ({found[0].layout})", err=True)
+    say(f"{found[0].name}: {len(found[0].train)} training images ({found[0].layout})")
     return found[0].train, found[0].layout
 
 

@@ -1,7 +1,7 @@
 """Trains the demo's denoiser: `python -m mdps.benchmarks.train_demo --out FILE`.
 
-Needs torch, safetensors and scikit-image, and nothing of the command line's libraries, so that it runs on a bare GPU
-machine. One minute on a data-centre GPU is enough; on two CPU cores allow half an hour.
+Needs torch, accelerate, safetensors and scikit-image, and neither an engine nor the command line's libraries, so that
+it runs on a bare GPU machine. One minute on a data-centre GPU is enough; on two CPU cores allow half an hour.
 """
 
 import argparse

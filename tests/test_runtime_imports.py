@@ -19,7 +19,12 @@ ALLOWED = {
     "benchmarks": {"runtime"},
 }
 # The demo and its network walk the product's whole path, as the command line does; nothing imports them but it.
-WHOLE_PATH = {"benchmarks/demo.py", "benchmarks/sweep_demo.py", "benchmarks/train_demo.py"}
+WHOLE_PATH = {
+    "benchmarks/demo.py",
+    "benchmarks/sweep_demo.py",
+    "benchmarks/train_demo.py",
+    "benchmarks/train_options.py",
+}
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
 ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py", "benchmarks/peers/weights.py"}
 # The commands that measure, and what shows an evaluation with the pictures and pages of an inspection.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import select
 import subprocess
 import sys
@@ -160,13 +159,14 @@ fit(images, Path(sys.argv[1]), TrainingConfig.from_json(json.loads(sys.argv[2]))
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo terminals")
 @pytest.mark.parametrize("minutes", [None, 0.01])
 def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_config, minutes):
     config = json.dumps(replace(tiny_config, steps=30, minutes=minutes, log_every=2, checkpoint_every=30).to_json())
+    pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), config]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment) as process:
         os.close(theirs)
         seen = b""

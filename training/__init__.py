@@ -1,6 +1,7 @@
 """Fits a denoiser to images of good parts."""
 
 from mdps.training.config import TrainingConfig, paper_network, paper_recipe, small_network, small_recipe
+from mdps.training.engine import first_process
 from mdps.training.fit import fit
 from mdps.training.framing import framing
 from mdps.training.launch import fit_in_processes
@@ -15,6 +16,7 @@ __all__ = [
     "Source",
     "StoppedError",
     "TrainingConfig",
+    "first_process",
     "fit",
     "fit_in_processes",
     "framing",

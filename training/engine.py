@@ -36,6 +36,11 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def first_process() -> bool:
+    """Whether this is the process of the run that writes and speaks."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 class Engine:
     """One of the processes of a run: wraps the network, averages gradients, and lets all agree.
 

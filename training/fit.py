@@ -18,7 +18,7 @@ from mdps.runtime.schedule import NoiseSchedule
 from mdps.training.check import check_files
 from mdps.training.config import TrainingConfig, rate_factor
 from mdps.training.draw import draw_batch, seed_dropout
-from mdps.training.engine import Engine, choose_device
+from mdps.training.engine import Engine, choose_device, first_process
 from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder
 from mdps.training.loss import loss_weights, noise_losses
 from mdps.training.meter import Meter
@@ -79,8 +79,9 @@ def as_source(images: Given, preprocessing: Preprocessing) -> Source:
         source = FileSource(images, preprocessing)
     else:
         return ArraySource(images) if isinstance(images, np.ndarray) else images
-    for sentence in check_files(source.paths, source.images, preprocessing.image_size):
-        warnings.warn(sentence, stacklevel=3)
+    if first_process():
+        for sentence in check_files(source.paths, source.images, preprocessing.image_size):
+            warnings.warn(sentence, stacklevel=3)
     return source
 
 

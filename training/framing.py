@@ -10,7 +10,7 @@ PAPER_CROP = {"mvtec-ad": 224}  # "resize all images to 256 and center crop to 2
 
 
 def framing(
-    recipe: str, layout: str, image_size: int | None, crop_size: int | None, *, say: Callable[[str], None]
+    recipe: str, layout: str, image_size: int | None, crop_size: int | None, *, say: Callable[[str], object]
 ) -> Preprocessing:
     """The preprocessing of `recipe` for images of a data set's `layout`; what is given wins, and 0 is no crop.
 

@@ -67,7 +67,7 @@ def _work(
     os.environ.update({name: str(value) for name, value in (place | {"OMP_NUM_THREADS": threads}).items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(threads)
-    warnings.showwarning = _say if rank == 0 else _keep_quiet
+    warnings.showwarning = _say
     try:
         fit(images, out, config, **options)
     except MdpsError as error:
@@ -77,10 +77,6 @@ def _work(
 
 def _say(message: Any, *_: Any, **__: Any) -> None:
     print(f"Warning: {message}", file=sys.stderr, flush=True)
-
-
-def _keep_quiet(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _free_port() -> int:
