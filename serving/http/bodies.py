@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -12,6 +13,7 @@ from mdps.serving.http.refusals import Refusal, bad_request, too_large
 
 _WBITS = {"gzip": 31, "deflate": 15}
 _DISCARDED = 64 * 2**20  # bytes that a client may go on sending after it was refused
+_PATIENCE = 2.0  # and seconds
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -25,18 +27,25 @@ async def read_body(request: Request, limit: int) -> bytes:
         chunks += chunk
         if len(chunks) > limit:
             chunks.clear()
-            await discard(request)
+            await discard(request, begun=True)
             raise _beyond(limit)
     return _decompressed(bytes(chunks), request.headers.get("content-encoding", "identity").strip().lower(), limit)
 
 
-async def discard(request: Request) -> None:
-    """Let a refused client finish sending, or it would see its connection reset and never read the answer."""
+async def discard(request: Request, *, begun: bool = False) -> None:
+    """Let a refused client finish sending, or it would see its connection reset and never read the answer.
+
+    It has a moment for that. One that asks first (`Expect: 100-continue`) and was not told to go on sends nothing.
+    """
+    if "expect" in request.headers and not begun:
+        return
     left = _DISCARDED
-    async for chunk in _stream(request):
-        left -= len(chunk)
-        if left < 0:
-            return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE):
+            async for chunk in _stream(request):
+                left -= len(chunk)
+                if left < 0:
+                    return
 
 
 async def _stream(request: Request) -> AsyncIterator[bytes]:

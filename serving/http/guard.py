@@ -67,8 +67,14 @@ class Guard:
         self._report(scope, answered.status, name, time.perf_counter() - started)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if len(scope["headers"]) > self._service.options.limits.headers:
-            raise Refusal(431, "bad_request", "the request has too many headers", close=True)
+        limits = self._service.options.limits
+        # The parser bounds only a head that comes in pieces.
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size += len(scope["raw_path"]) + len(scope["query_string"])
+        if len(scope["headers"]) > limits.headers or size > limits.head_bytes:
+            raise Refusal(431, "bad_request", "the request's head is too large", close=True)
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise Refusal(400, "bad_request", "this server speaks HTTP/1.1", close=True)
         self._check_token(scope, headers)
         self._check_browser(scope, headers)
 

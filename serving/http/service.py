@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -105,7 +104,7 @@ async def visit(
             return await _before_deadline(here, work(here, body))
     except Refusal as refusal:
         if refusal.kind == "queue_full":
-            await _let_finish(here)
+            await discard(request)
         raise
 
 
@@ -131,12 +130,6 @@ async def _body(service: Service, here: Visit) -> bytes:
         raise Refusal(408, "slow_client", "the body did not come before the deadline", close=True) from None
     here.read = time.perf_counter() - here.started
     return body
-
-
-async def _let_finish(here: Visit) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout_at(here.deadline):
-            await discard(here.request)
 
 
 async def _before_deadline(here: Visit, work: Coroutine[Any, Any, Response]) -> Response:
