@@ -26,7 +26,8 @@ def _add_methods(obj: dict[str, Any]) -> dict[str, Any]:
     """Schema 1 knew Gaussian noise, and passes that start from the observation and make each step once."""
     new_of_pass = {"start": "observation", "resamples": 1}
     added: dict[str, Any] = {"noise": "gaussian", "first_pass": new_of_pass, "masked_pass": new_of_pass}
-    return _with_missing(obj, {"settings": {"sampler": added}})
+    migrated: dict[str, Any] = _with_missing(obj, {"settings": {"sampler": added}})
+    return migrated
 
 
 def _with_missing(obj: Any, added: dict[str, Any]) -> Any:

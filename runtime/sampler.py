@@ -92,7 +92,8 @@ def _start(this_pass: PassSettings, y: Image, m: Image, previous: Image | None) 
 
 
 def _mix(image: Image, alpha: float, noise: Image) -> Image:
-    return np.sqrt(np.float32(alpha)) * image + np.sqrt(np.float32(1 - alpha)) * noise
+    mixed: Image = np.sqrt(np.float32(alpha)) * image + np.sqrt(np.float32(1 - alpha)) * noise
+    return mixed
 
 
 def _scalars(step: Step, guidance_scale: float) -> dict[str, Image]:

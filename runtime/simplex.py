@@ -60,4 +60,5 @@ def _octave(x: NDArray[np.float64], y: NDArray[np.float64], hashes: NDArray[np.i
 
 def _hash(i: NDArray[np.float64], j: NDArray[np.float64], hashes: NDArray[np.int_]) -> NDArray[np.int_]:
     inner = hashes[j.astype(np.int64) & 255]
-    return hashes[(i.astype(np.int64) + inner) & 255] % len(_GRADIENTS)
+    outer: NDArray[np.int_] = hashes[(i.astype(np.int64) + inner) & 255]
+    return outer % len(_GRADIENTS)
