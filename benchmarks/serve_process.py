@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,16 +16,17 @@ from urllib.parse import urlsplit
 
 from mdps.runtime.errors import MdpsError
 
+_WHOLE = 10_000  # events
 _PATIENCE = 120.0  # seconds for a server to be ready, or to stop
 
 
 @dataclass
 class ServerProcess:
-    """A running server: where it listens, and what it logged so far."""
+    """A running server: where it listens, what it logged so far (of requests, after the first ones, only their ids)."""
 
     process: "subprocess.Popen[bytes]"
     events: list[dict[str, Any]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=2000))
 
     @property
     def url(self) -> str:
@@ -49,7 +51,7 @@ class ServerProcess:
             if self.process.poll() is not None and not self.reader.is_alive():
                 break
             time.sleep(0.01)
-        raise MdpsError(f"the server did not say {name!r}; it said:\n" + "\n".join(self.lines[-20:]))
+        raise MdpsError(f"the server did not say {name!r}; it said:\n" + "\n".join(list(self.lines)[-20:]))
 
     def memory(self) -> int:
         """Resident bytes (Linux)."""
@@ -70,7 +72,11 @@ class ServerProcess:
             line = raw.decode("utf-8", "replace").rstrip()
             self.lines.append(line)
             if line.startswith("{"):
-                self.events.append(json.loads(line))
+                event = json.loads(line)
+                is_short = event["event"] == "request" and len(self.events) > _WHOLE
+                self.events.append(
+                    {"event": "request", "id": event["id"], "level": event["level"]} if is_short else event
+                )
 
     def __post_init__(self) -> None:
         self.reader = threading.Thread(target=self.read, daemon=True)
