@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from mdps.benchmarks.serve_process import serving
+from mdps.benchmarks.serve_process import ServerProcess, serving
 from mdps.runtime import Detector, load
 from mdps.runtime.errors import MdpsError
 
@@ -28,16 +28,33 @@ BATCH = 4
 
 
 @dataclass(frozen=True)
+class Phase:
+    """One side for a moment: images a second, ms of an image that nothing interrupted, processor ms an image."""
+
+    per_second: float
+    quick_ms: float
+    processor_ms: float
+
+
+@dataclass(frozen=True)
 class Overhead:
-    """Medians over rounds. `added_ms` at batch 1 and `throughput_share` are medians of each round's own comparison."""
+    """Medians over rounds; the two that compare are medians of each round's own comparison.
+
+    `quick` times are the 5th percentile at batch 1: on a machine that does other work too they are what is left of the
+    comparison. `processor` is the time of all threads for an image when kept busy, which other work hardly changes.
+    """
 
     rounds: int
     bare_ms: float
     served_ms: float
-    added_ms: float
+    bare_quick_ms: float
+    served_quick_ms: float
+    added_quick_ms: float
     bare_per_second: float
     served_per_second: float
     throughput_share: float
+    bare_processor_ms: float
+    served_processor_ms: float
 
     def to_json(self) -> dict[str, Any]:
         """The fields."""
@@ -49,7 +66,6 @@ def measure(bundle: Path, image: bytes, *, threads: int = 1, rounds: int = 7, se
     wrk = shutil.which("wrk")
     if wrk is None:
         raise MdpsError("the load comes from wrk, which is not installed: apt-get install wrk")
-    script = _script(image)
     options = ("--threads", str(threads), "--batch", str(BATCH))
     found = []
     with (
@@ -57,41 +73,53 @@ def measure(bundle: Path, image: bytes, *, threads: int = 1, rounds: int = 7, se
         load(bundle, threads=threads) as detector,
         serving([bundle], *options) as server,
     ):
-        file.write(script)
+        file.write(_script(image))
         file.flush()
         for _ in range(rounds):
-            bare_ms = 1000 / _bare(detector, [image], seconds)
-            served_ms = 1000 / _wrk(wrk, server.url, file.name, 1, seconds)
-            bare_rate = max(1000 / bare_ms, _bare(detector, [image] * BATCH, seconds))
-            served_rate = _wrk(wrk, server.url, file.name, _CLIENTS, seconds)
-            found.append((bare_ms, served_ms, served_ms - bare_ms, bare_rate, served_rate, served_rate / bare_rate))
+            bare = _bare(detector, [image], seconds)
+            served = _wrk(wrk, server, file.name, 1, seconds)
+            busy = max(bare, _bare(detector, [image] * BATCH, seconds), key=lambda phase: phase.per_second)
+            loaded = _wrk(wrk, server, file.name, _CLIENTS, seconds)
+            found.append(
+                (
+                    1000 / bare.per_second, 1000 / served.per_second,
+                    bare.quick_ms, served.quick_ms, served.quick_ms - bare.quick_ms,
+                    busy.per_second, loaded.per_second, loaded.per_second / busy.per_second,
+                    busy.processor_ms, loaded.processor_ms,
+                )
+            )  # fmt: skip
     return Overhead(rounds, *(statistics.median(column) for column in zip(*found, strict=True)))
 
 
-def _bare(detector: Detector, images: list[bytes], seconds: float) -> float:
-    """Images a second of the runtime alone."""
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
+def _bare(detector: Detector, images: list[bytes], seconds: float) -> Phase:
+    started, used, times = time.perf_counter(), time.process_time(), []
+    while (begun := time.perf_counter()) - started < seconds:
         detector.batch(images)
-        count += len(images)
-    return count / (time.perf_counter() - started)
+        times.append(time.perf_counter() - begun)
+    count = len(times) * len(images)
+    used = time.process_time() - used
+    quick = statistics.quantiles(times, n=20)[0] if len(times) > 1 else times[0]
+    return Phase(count / (time.perf_counter() - started), 1000 * quick, 1000 * used / count)
 
 
 def _script(image: bytes) -> str:
     body = "".join(f"\\{byte:03d}" for byte in image)
-    return f'wrk.method = "POST"\nwrk.path = "/inspect"\nwrk.body = "{body}"\n'
+    done = "function done(summary, latency) print(string.format('quick %.6f ms', latency:percentile(5) / 1000)) end"
+    return f'wrk.method = "POST"\nwrk.path = "/inspect"\nwrk.body = "{body}"\n{done}\n'
 
 
-def _wrk(wrk: str, url: str, script: str, clients: int, seconds: float) -> float:
-    """Requests a second that wrk saw answered with success."""
-    command = [wrk, "-t1", f"-c{clients}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "-s", script, url]
+def _wrk(wrk: str, server: ServerProcess, script: str, clients: int, seconds: float) -> Phase:
+    command = [wrk, "-t1", f"-c{clients}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "-s", script, server.url]
+    used = server.processor_seconds()
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = server.processor_seconds() - used
     if "Non-2xx" in said or "Socket errors" in said:
         raise MdpsError(f"requests failed under wrk, so there is nothing to compare: {said}")
-    count = re.search(r"(\d+) requests in ([\d.]+)(us|ms|s)\b", said)
-    if count is None:
+    count, quick = re.search(r"(\d+) requests in ([\d.]+)(us|ms|s)\b", said), re.search(r"quick ([\d.]+) ms", said)
+    if count is None or quick is None:
         raise MdpsError(f"wrk did not say how many requests it made: {said}")
-    return int(count[1]) / (float(count[2]) * _UNITS[count[3]] / 1000)
+    rate = int(count[1]) / (float(count[2]) * _UNITS[count[3]] / 1000)
+    return Phase(rate, float(quick[1]), 1000 * used / int(count[1]))
 
 
 @click.command()
