@@ -10,10 +10,13 @@ from PIL import Image
 
 from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import ArraySource, CropSource, FileSource, FolderSource, fit, small_recipe
 from mdps.training.draw import draw_batch, draw_timestep, image_index
 from mdps.training.loss import to_unit
+from mdps.training.samples import Reconstructions
 from mdps.training.sources import image_files
+from mdps.training.state import TrainingState
 from mdps.training.vary import vary
 
 CPU = torch.device("cpu")
@@ -96,6 +99,15 @@ def test_a_sample_is_the_same_whichever_batch_it_is_in(tiny_images, tiny_config)
     assert whole.noise.std() == pytest.approx(1, abs=0.1)
     other = draw_batch(replace(tiny_config, seed=1), source, range(8, 16), 1000, CPU)
     assert not torch.equal(other.noise, whole.noise)
+
+
+def test_images_and_weights_lie_alike_in_memory(tiny_images, tiny_config):
+    # Where they differ, torch's convolutions take a hundred times as long on some CPUs.
+    batch = draw_batch(tiny_config, ArraySource(tiny_images), range(4), 1000, CPU)
+    shown = Reconstructions(replace(tiny_config, samples=2), ArraySource(tiny_images), NoiseSchedule.linear(), CPU)
+    state = TrainingState(tiny_config, CPU)
+    for tensor in (batch.clean, batch.noise, shown.clean, shown.noise, *state.network.parameters()):
+        assert tensor.is_contiguous()
 
 
 def test_simplex_noise_is_the_runtimes_and_each_samples_own(tiny_images, tiny_config):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdps.runtime.simplex import simplex_noise
 from mdps.training.config import TrainingConfig
-from mdps.training.loss import to_unit
+from mdps.training.loss import memory_format, to_unit
 from mdps.training.sources import Source
 from mdps.training.vary import vary
 
@@ -42,7 +42,12 @@ def draw_batch(config: TrainingConfig, source: Source, samples: range, timesteps
     clean = torch.from_numpy(np.ascontiguousarray(np.stack(images)))
     if device.type == "cuda":
         clean = clean.pin_memory().to(device, non_blocking=True)  # so that the copy does not stop the queue
-    return Batch(to_unit(clean), torch.stack(noises), torch.tensor(times).to(device))
+    layout = memory_format(device)
+    return Batch(
+        to_unit(clean).contiguous(memory_format=layout),
+        torch.stack(noises).contiguous(memory_format=layout),
+        torch.tensor(times).to(device),
+    )
 
 
 def image_index(seed: int, number: int, count: int | None) -> int:

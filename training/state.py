@@ -12,6 +12,7 @@ from mdps.models.unet import AttentionBlock, ResBlock, UNet
 from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training.config import TrainingConfig
+from mdps.training.loss import memory_format
 
 # These say how to run, not what comes out; a run may be continued with others.
 FREE_SETTINGS = ("epochs", "log_every", "checkpoint_every", "compile", "samples", "sample_every")
@@ -23,8 +24,8 @@ class TrainingState:
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         torch.manual_seed(config.seed)
-        # torch's convolutions train faster on a CPU with the channels last
-        self.network = silence_residuals(UNet(config.network)).to(device).to(memory_format=torch.channels_last)
+        network = silence_residuals(UNet(config.network)).to(device)
+        self.network: UNet = network.to(memory_format=memory_format(device))
         self.ema = UNet(config.network).to(device).eval().requires_grad_(False)
         self.ema.load_state_dict(self.network.state_dict())
         self.optimizer = _optimizer(config, self.network, device)
