@@ -80,7 +80,7 @@ def logging_to_stderr(on_drop: Callable[[], None]) -> Iterator[None]:
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
     listener = logging.handlers.QueueListener(lines, target)
     handler = _Dropping(lines, on_drop)
-    loggers = {LOGGER: logging.INFO, logging.getLogger("uvicorn.error"): logging.ERROR}
+    loggers = {LOGGER: logging.INFO} | {logging.getLogger(name): logging.ERROR for name in ("uvicorn.error", "asyncio")}
     for logger, level in loggers.items():
         logger.setLevel(level)
         logger.propagate = False

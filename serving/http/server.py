@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import logging
 import signal
 import socket
 import ssl
@@ -40,7 +39,10 @@ class Served:
 
 
 def run(bundles: Sequence[Served], options: ServerOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Raises UsageError before anything is served: bundles, port, certificates."""
+    """Serve until SIGTERM or SIGINT, which this process ignores afterwards: it should end.
+
+    Raises UsageError before anything is served: bundles, port, certificates.
+    """
     metrics = Metrics()
     listening = _bind(options.host, options.port)
     with listening, logging_to_stderr(metrics.dropped_logs.inc):
@@ -158,12 +160,8 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, without raising the signal again at the end: a stop that was asked for is no failure."""
         caught = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in caught}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        for number in caught:
+            signal.signal(number, self.handle_exit)
+        yield
+        for number in caught:  # who asks again while the last lines are written should not turn it into one
+            signal.signal(number, signal.SIG_IGN)
