@@ -107,7 +107,8 @@ Examples:
     help="Detectors of anomalib, fitted to the good images: patchcore, draem, padim, ..",
 )
 @click.option("--peer-minutes", type=click.FloatRange(0, min_open=True), help="End each iterative fit within so many.")
-@click.option("--device", default="cpu", show_default=True, help="Where the peers are fitted: cpu, cuda.")
+@click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
+@click.option("--device", default="cpu", show_default=True, help="Where the peers are fitted: auto, cpu, cuda, cuda:N.")
 @RESOLUTION
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
 @THREADS

@@ -17,7 +17,7 @@ from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.settings import gaussian_kernel, top_pixels
 
 Array = NDArray[np.float32]
-_BATCH = 8  # posterior samples at once
+_PIXELS = 8 * 64 * 64  # of posterior samples at once: a guided step keeps all its activations in memory
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,11 @@ def draw(bundle: Path, scale: float, observations: Array, masked: Array | None, 
     settings = Changes(guidance_scale=scale)(manifest.settings)
     if masked is None:
         settings = replace(settings, sampler=replace(settings.sampler, masked_pass=None))
-    step = max(1, _BATCH // settings.sampler.samples)
+    at_once = max(1, _PIXELS // (observations.shape[2] * observations.shape[3]))
+    step = max(1, at_once // settings.sampler.samples)
     found = []
     with ExitStack() as opened:
-        pipeline = open_pipeline(bundle, manifest, settings, opened, threads=threads)
+        pipeline = open_pipeline(bundle, manifest, settings, opened, threads=threads, max_batch=at_once)
         # disable=None: a bar on a terminal, nothing in a pipe
         for start in tqdm(range(0, len(observations), step), desc=f"rho {scale:g}", disable=None):
             part = slice(start, start + step)

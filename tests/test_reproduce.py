@@ -15,7 +15,7 @@ from mdps.benchmarks.bootstrap import Interval
 from mdps.benchmarks.datasets import find_categories
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.judges import BundleJudge
-from mdps.benchmarks.reproduce import run, runner
+from mdps.benchmarks.reproduce import runner
 from mdps.benchmarks.reproduce.bundles import Bundles
 from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
 from mdps.benchmarks.reproduce.outcomes import Outcome
@@ -403,7 +403,7 @@ def test_a_peer_that_cannot_run_gives_its_reason(
     ablation: tuple[Path, Reproduction], dataset: Path, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def skipped(*_: Any, **__: Any) -> None:
-        raise run.PeerSkippedError("its textures are not here")
+        raise UsageError("its textures are not here")
 
     monkeypatch.setattr(runner, "peer_judge", skipped)
     found = reproduce(dataset, small_checkpoint, ablation[0], options("1", samples=(1,), peers=("draem",)))
@@ -436,6 +436,7 @@ def test_a_peer_is_a_row(
     assert name == "draem"
     assert how["size"] == (32, 32)
     assert how["minutes"] == 2.0
+    assert how["backbone"] == "random_tiny"
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -476,6 +477,7 @@ def test_the_command_prints_the_table(
         (["5", "data", "--ckpt", "x", "--samples", "0"], "neither 'none' nor a list"),
         (["5", "nowhere", "--ckpt", "x"], "nowhere is no folder"),
         (["5", "DATA", "--ckpt", "nothing"], "there is no checkpoint"),
+        (["1", "DATA", "--ckpt", "nothing", "--peers", "patchcoer"], "no peer 'patchcoer'"),
         (["5", "DATA", "--ckpt", "nothing", "--category", "cable"], "no category 'cable'"),
     ],
 )

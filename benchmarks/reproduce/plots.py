@@ -43,6 +43,7 @@ def _dots(axes: "Axes", rows: Sequence[Row], metric: str) -> None:
     axes.errorbar([_value(row, metric) for row in rows], places, xerr=_spread(rows, metric), fmt="o", capsize=2)
     axes.plot([_paper(row, metric) for row in rows], places, "o", mfc="none", color="black")
     axes.set_yticks(places, names, fontsize=8)
+    axes.set_xlim(right=100.5)
     axes.set_xlabel(PANELS[metric])
     axes.grid(axis="x", alpha=0.3)
 

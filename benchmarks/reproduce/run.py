@@ -8,7 +8,7 @@ from typing import Any
 
 from mdps.benchmarks.ablation import Difference, compare, differences_table
 from mdps.benchmarks.datasets import Category, find_categories
-from mdps.benchmarks.peers import PEERS, PeerSkippedError
+from mdps.benchmarks.peers import PEERS
 from mdps.benchmarks.reproduce.bundles import Bundles, plain
 from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
 from mdps.benchmarks.reproduce.outcomes import Outcome
@@ -19,7 +19,7 @@ from mdps.benchmarks.reproduce.rows import Row, averages, published_rows
 from mdps.benchmarks.reproduce.runner import Runner
 from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, SCALES, TABLES, Variant, variants
 from mdps.runtime.atomic import write_bytes, write_text
-from mdps.runtime.errors import require
+from mdps.runtime.errors import UsageError, require
 
 FIGURES = {
     "ablation": "Ablation of guidance, mask, metric and number of samples (the paper's figure prints no numbers)",
@@ -32,7 +32,8 @@ class ReproduceOptions:
     """What is asked for; None leaves a choice to the table.
 
     `samples` (N_s), `methods` (other detectors on our denoiser), `peers` (of anomalib), `scales` (rho); `choices` are
-    options of `mdps export` by name. `largest` as in `evaluate`. `command` is recorded.
+    options of `mdps export` by name. `largest` as in `evaluate`. `peer_minutes`, `textures` and `device` as in
+    `PeerOptions`. `command` is recorded.
     """
 
     table: str
@@ -47,6 +48,7 @@ class ReproduceOptions:
     threads: int | None = None
     batch: int = 1
     peer_minutes: float | None = None
+    textures: Path | None = None
     device: str = "cpu"
     choices: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
@@ -54,6 +56,8 @@ class ReproduceOptions:
     def variants(self) -> tuple[Variant, ...]:
         """The rows that our sampler makes; UsageError for an unknown table."""
         require(self.table in TABLES, f"there is no table {self.table!r}; there are {', '.join(TABLES)}")
+        for name in self.peers:
+            require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
         samples = SAMPLES.get(self.table, (1,)) if self.samples is None else self.samples
         methods = OWN_METHODS.get(self.table, ()) if self.methods is None else self.methods
         return variants(self.table, samples, methods, self.scales)
@@ -182,10 +186,13 @@ class _Job:
     def _peer(self, name: str, category: Category, checkpoint: Path) -> Iterator[Row]:
         options = self._options
         size = self._runner.network_size(category, checkpoint)
-        fit = {"seed": options.choices.get("seed") or 0, "minutes": options.peer_minutes, "device": options.device}
+        fit = {"minutes": options.peer_minutes, "textures": options.textures, "device": options.device}
+        for shared in ("seed", "backbone", "backbone_weights"):  # the same features where both take some
+            if options.choices.get(shared) is not None:
+                fit[shared] = options.choices[shared]
         try:
             outcome = self._runner.run_peer(name, category, size, fit)
-        except PeerSkippedError as error:
+        except UsageError as error:  # it lacks something here: anomalib, a folder, a larger image
             self._reasons[name] = str(error)
             self._notes.append(f"{method_label(name)} did not run on {category.name}: {error}")
             return

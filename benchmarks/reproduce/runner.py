@@ -8,7 +8,7 @@ from typing import Any
 from mdps.benchmarks.datasets import Category
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.peers import peer_judge
-from mdps.benchmarks.reproduce.bundles import Bundles, digest
+from mdps.benchmarks.reproduce.bundles import Bundles, digest, plain
 from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.passes import Remembered, TwoPasses
 from mdps.benchmarks.reproduce.variants import Variant
@@ -48,7 +48,7 @@ class Runner:
 
     def run_peer(self, name: str, category: Category, size: tuple[int, int], options: dict[str, Any]) -> Outcome:
         """The outcome of a detector of anomalib, pictures resized to `size` (H, W). Raises as `peer_judge`."""
-        folder = self._folder(category, ["peer", name, list(size), sorted(options.items())])
+        folder = self._folder(category, ["peer", name, list(size), plain(options)])
         if not folder.is_dir():
             self.say(f"{category.name}: {name}")
             judge = peer_judge(name, category, work=self.work / "peers", size=size, **options)
