@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from mdps import __version__
-from mdps.benchmarks.commands import COMMANDS, SOME_FAILED
+from mdps.benchmarks.commands import COMMANDS
+from mdps.serving.command import predict
 from mdps.serving.http.command import serve
 from mdps.serving.options import (
     AS_JSON,
@@ -52,66 +53,6 @@ def cli() -> None:
       mdps calibrate bundle good/
       mdps predict bundle line/ --out results
     """
-
-
-@cli.command(
-    epilog="""\b
-Examples:
-  mdps predict bundle photo.png --out results
-  mdps predict bundle line1/ line2/ --out results --batch 8
-  mdps predict bundle line/ --out results --json | jq 'select(.verdict == "fail")'
-\b
-Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
-)
-@BUNDLE
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGES_OR_FOLDERS...")
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="Folder for results, maps, overlays, report."
-)
-@AS_JSON
-@SAMPLES
-@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
-@THREADS
-@BACKEND
-@PRODUCT
-@click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
-@TRACEBACK
-def predict(
-    bundle: Path,
-    inputs: tuple[Path, ...],
-    out: Path,
-    as_json: bool,
-    batch: int,
-    scores_only: bool,
-    **options: Any,
-) -> int:
-    """Judge images: verdicts, anomaly maps, pictures and a report.
-
-    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, error), maps/*.npy (float32, in the
-    unit of the score), overlays/*.png and report.html into --out.
-    """
-    from mdps.runtime import load
-    from mdps.serving.run import inspect_folder
-
-    with spoken_warnings():
-        detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
-    with detector:
-        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
-    errors = [row for row in rows if row.verdict == "error"]
-    for row in errors:
-        click.echo(f"{row.path}: {row.error}", err=True)
-    click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)
-    return SOME_FAILED if errors else 0
-
-
-def _row_printer(as_json: bool) -> Callable[[Any], None]:
-    def show(row: Any) -> None:
-        if as_json:
-            click.echo(row.to_json())
-        elif row.verdict != "error":
-            click.echo(f"{row.verdict or 'score':5} {row.score:.5g}  {row.path}")
-
-    return show
 
 
 @cli.command(
@@ -368,11 +309,8 @@ def doctor(as_json: bool) -> int:
     return 0 if diagnosis.works else 1
 
 
-for command in COMMANDS:
+for command in (predict, serve, *COMMANDS):
     cli.add_command(command)
-
-
-cli.add_command(serve)
 
 
 def main() -> None:

@@ -10,15 +10,13 @@ import click
 from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
-from mdps.serving.terminal import needs, print_values, spoken_warnings
+from mdps.serving.terminal import SOME_FAILED, needs, print_values, spoken_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mdps.benchmarks.datasets import Category
     from mdps.runtime.settings import Settings
-
-SOME_FAILED = 3  # exit code of a run in which some images could not be judged
 
 DATASET = click.argument("dataset", type=click.Path(path_type=Path))
 CATEGORIES = click.option("--category", "names", multiple=True, help="Only this category; may be given several times.")

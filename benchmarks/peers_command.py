@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mdps.serving.options import AS_JSON, TRACEBACK
-from mdps.serving.terminal import needs
+from mdps.serving.terminal import SOME_FAILED, needs
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def peers(
     with needs("peers"):
         import anomalib  # noqa: F401 - before anything is read
 
-        from mdps.benchmarks.commands import SOME_FAILED, chosen_categories
+        from mdps.benchmarks.commands import chosen_categories
         from mdps.benchmarks.evaluation_report import check_folder
         from mdps.benchmarks.peers.compare import compare, markdown
     categories = chosen_categories(dataset, wanted)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+SOME_FAILED = 3  # exit code of a run in which some images could not be judged
 _INTERRUPTED = 130  # what a shell reports for the signal
 
 
