@@ -246,6 +246,15 @@ def test_each_method_is_exported_judges_and_repeats(exported: Path) -> None:
         np.testing.assert_array_equal(one.posterior_sample[outside], one.observation[outside])
 
 
+def test_each_method_gives_the_same_on_openvino(exported: Path) -> None:
+    pytest.importorskip("openvino")
+    scores = []
+    for backend in ("onnxruntime", "openvino"):
+        with load(exported, calibrated=False, backend=backend, warm_up=False) as detector:
+            scores.append(detector(picture(1)).score)
+    assert abs(scores[1] - scores[0]) < 1e-3 * max(1.0, scores[0])
+
+
 def test_a_single_file_holds_a_method_or_says_that_it_does_not(exported: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(exported)
     manifest.with_calibration("default", Calibration(0.5, 0.05, 0.05, 20, 0.0, 1.5, 0.0, 1.25, 1, 0)).write(exported)
