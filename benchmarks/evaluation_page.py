@@ -15,7 +15,8 @@ from mdps.serving.rows import Row
 from mdps.serving.run import flat
 
 _STYLE = (
-    "<style>figure { margin: .6rem 0 } figure img { width: 100%; max-width: 900px } figcaption { color: #555 }</style>"
+    "<style>figure { margin: .6rem 0 } figure img { width: 100%; max-width: 900px } figcaption { color: #555 } "
+    ".metrics th, .metrics td { overflow-wrap: normal }</style>"
 )
 _TILES = "image, reconstruction where the detector makes one, anomaly map, contour of the true defect"
 
@@ -37,11 +38,11 @@ def render(
 
 
 def _metrics(sections: Sequence[tuple[Evaluation, Path]], mean: Mapping[str, float | None] | None) -> str:
-    heads = "".join(f"<th>{name}</th>" for name in ("category", "images", *METRICS))
+    heads = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("category", "images", *METRICS))
     lines = [_line(one.category, str(one.images), one.metrics) for one, _ in sections]
     if mean is not None:
         lines.append(_line("mean", str(sum(one.images for one, _ in sections)), mean))
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _line(name: str, images: str, metrics: Mapping[str, float | None]) -> str:
