@@ -79,6 +79,16 @@ def test_nothing_is_answered_without_the_token(guarded, line_images, method, pat
         assert b"line" not in content
 
 
+def test_a_refusal_reaches_a_client_that_sends_a_large_body_first(guarded):
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    large = bytes(8 * 2**20)
+    assert ask(guarded.port, "POST", "/inspect", large)[0] == 401
+    assert ask(guarded.port, "PUT", "/inspect", large, **bearer)[0] == 405
+    assert ask(guarded.port, "POST", "/nothing", large, **bearer)[0] == 404
+    assert ask(guarded.port, "POST", "/inspect", 3 * large, **bearer)[0] == 413
+    assert ask(guarded.port, "POST", "/inspect?map=exe", large, **bearer)[0] == 400
+
+
 def test_the_page_without_the_token_is_a_401_that_holds_no_data(guarded):
     status, _, content = ask(guarded.port, "GET", "/")
     assert status == 401

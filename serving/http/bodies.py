@@ -2,12 +2,13 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
 
 from mdps.serving.http.refusals import Refusal, bad_request, too_large
 
@@ -16,47 +17,46 @@ _DISCARDED = 64 * 2**20  # bytes that a client may go on sending after it was re
 _PATIENCE = 2.0  # and seconds
 
 
+class Incoming:
+    """An ASGI `receive` that remembers how far a request's body was read."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._asks_first = any(name == b"expect" for name, _ in scope["headers"])
+        self._receive = receive
+        self._begun = self._finished = False
+
+    async def __call__(self) -> Message:
+        """The next message."""
+        message = await self._receive()
+        self._begun = True
+        self._finished = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Let a refused client finish sending, or it would see its connection reset and never read the answer.
+
+        It has a moment for that. One that asks first (`Expect: 100-continue`) and was not told to go on sends nothing.
+        """
+        if self._asks_first and not self._begun:
+            return
+        left = _DISCARDED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                while not self._finished and left > 0:
+                    left -= len((await self()).get("body", b""))
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body, decompressed. Refusal 413 beyond `limit` bytes, 415 for an unknown encoding, 400 for a broken."""
     declared = request.headers.get("content-length", "0")
     if len(declared) > 18 or int(declared) > limit:  # the HTTP parser has checked that it is digits
-        await discard(request)
         raise _beyond(limit)
     chunks = bytearray()
-    async for chunk in _stream(request):
+    async for chunk in request.stream():
         chunks += chunk
         if len(chunks) > limit:
-            chunks.clear()
-            await discard(request, begun=True)
             raise _beyond(limit)
     return _decompressed(bytes(chunks), request.headers.get("content-encoding", "identity").strip().lower(), limit)
-
-
-async def discard(request: Request, *, begun: bool = False) -> None:
-    """Let a refused client finish sending, or it would see its connection reset and never read the answer.
-
-    It has a moment for that. One that asks first (`Expect: 100-continue`) and was not told to go on sends nothing.
-    """
-    if "expect" in request.headers and not begun:
-        return
-    left = _DISCARDED
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_PATIENCE):
-            async for chunk in _stream(request):
-                left -= len(chunk)
-                if left < 0:
-                    return
-
-
-async def _stream(request: Request) -> AsyncIterator[bytes]:
-    """The body from where it was read to: `Request.stream` would refuse to be taken up a second time."""
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        more = message.get("more_body", False)
-        yield message.get("body", b"")
 
 
 def _beyond(limit: int) -> Refusal:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import h11
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mdps.serving.http.bodies import discard
+from mdps.serving.http.bodies import Incoming
 from mdps.serving.http.options import Limits
 from mdps.serving.http.refusals import Refusal
 
@@ -20,7 +19,7 @@ _HARD = 2  # so many times the bound, connections are dropped without a word
 
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
     refusal = Refusal(503, "connections", "too many connections: try again", retry_after=1, close=True)
-    await discard(Request(scope, receive))
+    await Incoming(scope, receive).discard()
     await refusal.response()(scope, receive, send)
 
 

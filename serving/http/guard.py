@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mdps.serving.http.bodies import Incoming
 from mdps.serving.http.logs import event
 from mdps.serving.http.options import is_loopback
 from mdps.serving.http.refusals import Refusal
@@ -45,26 +46,32 @@ class Guard:
         started, scope[NOTES] = time.perf_counter(), {}
         scope["app"] = self  # what the router needs to see to raise HTTPException and not answer by itself
         answered = _Answered(send, {"x-request-id": name, "x-content-type-options": "nosniff"}, self._service)
+        await self._answer(scope, headers, Incoming(scope, receive), answered)
+        self._report(scope, answered.status, name, time.perf_counter() - started)
+
+    async def _answer(self, scope: Scope, headers: Headers, incoming: Incoming, answered: "_Answered") -> None:
+        """Whatever happens behind the door, as one response."""
         try:
             self._check(scope, headers)
-            await self._app(scope, receive, answered)
+            await self._app(scope, incoming, answered)
         except _SignIn:
             scope[NOTES]["kind"] = "unauthorized"
-            await self._sign_in(scope, receive, answered)
+            await self._sign_in(scope, incoming, answered)
         except Refusal as refusal:
             scope[NOTES].update(kind=refusal.kind, error=refusal.sentence)
-            await refusal.response()(scope, receive, answered)
+            if refusal.kind != "slow_client":
+                await incoming.discard()
+            await refusal.response()(scope, incoming, answered)
         except HTTPException as error:
             scope[NOTES]["kind"] = "not_found"
-            sentence = _ROUTING.get(error.status_code, str(error.detail))
-            response = Refusal(error.status_code, "not_found", sentence).response()
+            await incoming.discard()
+            response = Refusal(error.status_code, "not_found", _said(error)).response()
             response.headers.update(error.headers or {})  # which methods there are
-            await response(scope, receive, answered)
+            await response(scope, incoming, answered)
         except ClientDisconnect:
             scope[NOTES]["kind"] = "client_left"
         except Exception as error:
-            await self._fail(error, scope, receive, answered)
-        self._report(scope, answered.status, name, time.perf_counter() - started)
+            await self._fail(error, scope, incoming, answered)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         limits = self._service.options.limits
@@ -148,6 +155,10 @@ class _Answered:
 def _raw(message: Message) -> MutableMapping[str, Any]:
     message.setdefault("headers", [])
     return message
+
+
+def _said(error: HTTPException) -> str:
+    return _ROUTING.get(error.status_code, str(error.detail))
 
 
 def _digest(token: bytes) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mdps.serving.http.bodies import discard, read_body
+from mdps.serving.http.bodies import read_body
 from mdps.serving.http.live import Live
 from mdps.serving.http.metrics import Metrics
 from mdps.serving.http.model import Judged, Model
@@ -98,14 +98,9 @@ async def visit(
     seconds = _deadline(request, service.options.limits.deadline)
     now = asyncio.get_running_loop().time()
     here = Visit(request, model, time.perf_counter(), now, now + seconds)
-    try:
-        with model.admitted():
-            body = await _body(service, here)
-            return await _before_deadline(here, work(here, body))
-    except Refusal as refusal:
-        if refusal.kind == "queue_full":
-            await discard(request)
-        raise
+    with model.admitted():
+        body = await _body(service, here)
+        return await _before_deadline(here, work(here, body))
 
 
 def _deadline(request: Request, longest: float) -> float:
