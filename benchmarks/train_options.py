@@ -192,7 +192,8 @@ def _judged(denoiser: Path, category: Category, options: argparse.Namespace) -> 
     bundle = export_bundle(denoiser, options.out / "bundle", ExportOptions(mask_pass=False), force=True)
     with BundleJudge(bundle) as judge:
         found = evaluate(judge, category, every=options.every)
-    return {name: found.metrics[name] for name in METRICS} | {"judged_images": found.images}
+    defined = {name: found.metrics[name] for name in METRICS if math.isfinite(found.metrics[name])}
+    return defined | {"judged_images": found.images}
 
 
 def _finished(path: Path, header: Row) -> tuple[list[Row], list[float] | None]:
