@@ -23,12 +23,12 @@ _ONE_OCTAVE = math.sqrt(3) * math.pi / (180 * 2**10)
 _VARIANCE = _ONE_OCTAVE * sum(PERSISTENCE ** (2 * octave) for octave in range(OCTAVES))
 
 
-def simplex_noise(stream: np.random.RandomState, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+def simplex_noise(stream: "np.random.RandomState", shape: tuple[int, int, int]) -> NDArray[np.float32]:
     """Float32 [C, H, W], each channel a field of its own; mean 0 and variance 1 over draws, not within one of them."""
     return np.stack([_field(stream, *shape[1:]) for _ in range(shape[0])])
 
 
-def _field(stream: np.random.RandomState, height: int, width: int) -> NDArray[np.float32]:
+def _field(stream: "np.random.RandomState", height: int, width: int) -> NDArray[np.float32]:
     rows, columns = np.arange(height, dtype=np.float64)[:, None], np.arange(width, dtype=np.float64)[None]
     total = np.zeros((height, width))
     for octave in range(OCTAVES):

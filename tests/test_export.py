@@ -79,16 +79,6 @@ def test_every_preset_kind_passes_the_gate(backend: Any, gradient: Any, small_ch
     assert "plain_step" in manifest.graphs
 
 
-def test_choices_of_the_score_and_the_masked_pass_reach_the_settings() -> None:
-    chosen = ExportOptions(smoothing_sigma=1.0, top=7, feature_size=96, masked_guidance_scale=5.0).settings((64, 64))
-    assert (chosen.score.smoothing_sigma, chosen.score.smoothing_kernel) == (1.0, 9)
-    assert (chosen.score.top, chosen.score.feature_size) == (7, 96)
-    assert [one.guidance_scale for one in chosen.sampler.passes] == [100.0, 5.0]
-    assert ExportOptions(smoothing_sigma=0.0, preset="mvtec/bottle").settings((64, 64)).score.smoothing_kernel == 1
-    with pytest.raises(UsageError, match="there is none"):
-        ExportOptions(mask_pass=False, masked_guidance_scale=5.0).settings((64, 64))
-
-
 def test_presets_are_the_authors(shared: Path) -> None:
     import csv
 

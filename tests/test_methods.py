@@ -294,20 +294,3 @@ def test_a_checkpoint_that_does_not_know_simplex_noise_is_warned_of(small_checkp
         small_checkpoint, tmp_path / "a", replace(OPTIONS, method="anoddpm", steps=5, noise="simplex"), say=said.append
     )
     assert "cannot tell simplex noise from defects" in next(line for line in said if "Warning" in line)
-
-
-def test_options_change_a_method_where_they_fit() -> None:
-    both = ExportOptions(method="autoddpm", steps=20).settings((64, 64)).sampler.passes
-    assert [(one.noise_level, one.steps, one.resamples) for one in both] == [(200, 20, 1), (50, 5, 5)]
-    deeper = ExportOptions(method="autoddpm", noise_level=300, steps=30).settings((64, 64)).sampler.passes
-    assert [one.noise_level for one in deeper] == [300, 50]
-    for options, words in (
-        (ExportOptions(method="autoddpm", steps=10), "other --steps"),
-        (ExportOptions(method="ddad", steps=10), "skip of 25"),
-        (ExportOptions(method="ddad", preset="mvtec/bottle"), "leave one out"),
-        (ExportOptions(method="patchcore"), "there is no method"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            options.settings((64, 64))
-    ddad = ExportOptions(method="ddad").settings((256, 256)).score
-    assert (ddad.smoothing_sigma, ddad.smoothing_kernel, ddad.top) == (4.0, 33, 1)
