@@ -1,18 +1,15 @@
 """A bundle as a judge of test pictures, its passes changed where no new export is needed."""
 
 import hashlib
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps import __version__
 from mdps.benchmarks.looks import Box, Look
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.detector import Detector, Result
@@ -23,6 +20,7 @@ from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import ScoreSettings, Settings
+from mdps.runtime.versions import versions
 from mdps.serving.folder import judge_all
 
 Changes = Callable[[Settings], Settings]
@@ -125,7 +123,7 @@ class BundleJudge:
             "bundle_sha256": hashlib.sha256((self._bundle / FILE_NAME).read_bytes()).hexdigest(),
             "seed": self.settings.sampler.seed,
             "export_versions": dict(self.manifest.versions),
-            "versions": _versions(),
+            "versions": versions(*_LIBRARIES),
             "batch": self._batch,
             "uses_test_set": self._uses_test_set,
         }
@@ -280,13 +278,3 @@ def _readable(detector: Detector, paths: Sequence[Path]) -> Iterator[NDArray[np.
             yield detector.preprocessing(read_image(path))
         except ImageError:  # it is named when its turn comes to be judged
             continue
-
-
-def _versions() -> dict[str, str]:
-    found = {"mdps": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -25,14 +25,16 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.script import exit_code
 from mdps.models.checkpoints import load_denoiser, save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime import atomic
-from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.versions import versions
 from mdps.training import FileSource, TrainingConfig, fit, small_network, small_recipe
-from mdps.training.folder import CHECKPOINT, DENOISER, versions
+from mdps.training.folder import CHECKPOINT, DENOISER, PACKAGES
 from mdps.training.loss import noise_losses, to_unit
 
 HELD_OUT = 5  # every fifth image
@@ -207,7 +209,12 @@ def _finished(path: Path, header: Row) -> tuple[list[Row], list[float] | None]:
 
 
 def _write(out: Path, header: Row, base: list[float], rows: Sequence[Row]) -> None:
-    content = header | {"timesteps": TIMESTEPS, "versions": versions(), "base_errors": base, "rows": list(rows)}
+    content = header | {
+        "timesteps": TIMESTEPS,
+        "versions": versions(*PACKAGES),
+        "base_errors": base,
+        "rows": list(rows),
+    }
     atomic.write_text(out / f"{RESULTS}.json", json.dumps(content, indent=1) + "\n")
     atomic.write_text(out / f"{RESULTS}.md", table(rows))
 
@@ -232,12 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; a mistake of the user's is one sentence on stderr and the error's exit code."""
     options = arguments(argv)
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
-    try:
-        print(table(measure_all(options)), end="")
-    except MdpsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: print(table(measure_all(options)), end=""))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """From a checkpoint to a bundle: graphs, weights, manifest, parity gate; a folder that appears whole or not at all."""
 
-import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +31,7 @@ from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import Session, open_session
 from mdps.runtime.settings import Settings
+from mdps.runtime.versions import versions
 
 Say = Callable[[str], None]
 NORM_FORMS: dict[str, NormForm] = {"": Grouped(), "openvino": ByChannel()}
@@ -214,7 +213,7 @@ class _Writer:
             calibrations={},
             files=hash_files(self.folder),
             graphs=self.graphs,
-            versions=_versions(),
+            versions=versions("torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"),
             parity={"checks": parity, "nodes": self.nodes},
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
             guidance_backend=backend,
@@ -263,13 +262,3 @@ class _Writer:
         )
         torch.export.save(program, self.folder / "denoiser.pt2")
         self.graphs["guided_step"] = GraphEntry("denoiser.pt2", "traced")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("mdps", "torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -1,6 +1,5 @@
 """Finds out what really works here: each execution provider and backend is tried, not believed."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from mdps.runtime.threads import available_cpus
+from mdps.runtime.versions import installed
 
 # An ONNX model with one node, y = x + x, x float32 [2] (onnx.helper made it; a test reads it back with onnx).
 TINY_MODEL = (
@@ -77,7 +77,7 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Examines engine library, providers, processors, GPUs and versions; never raises for what it finds."""
-    versions = _versions(_SHOWN)
+    versions = installed(*_SHOWN)
     providers, fault = _try_providers()
     providers += _try_openvino()
     problems = [*_wheel_problems(versions), *([fault] if fault else [])]
@@ -95,18 +95,7 @@ def diagnose() -> Diagnosis:
 
 def engine_versions() -> dict[str, str]:
     """Installed versions of the libraries that can run a graph on the CPU, by the names of their wheels."""
-    return _versions((*ENGINE_WHEELS, "openvino"))
-
-
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    return {name: version for name in packages if (version := _version(name))}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed(*ENGINE_WHEELS, "openvino")
 
 
 def _wheel_problems(versions: dict[str, str]) -> list[str]:

@@ -106,3 +106,12 @@ def test_a_signal_to_the_first_process_stops_all_after_the_same_step(tmp_path, t
         fit_in_processes(2, tiny_images, run, replace(config, steps=100_000), device="cpu")
     waiting.join()
     assert torch.load(run / CHECKPOINT, weights_only=True)["step"] == rows(run)[-1]["step"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_signal_that_comes_before_the_processes_reaches_them():
+    with Relay() as relay:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+            relay.to([process.pid])
+            assert process.wait(30) == -signal.SIGTERM

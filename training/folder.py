@@ -2,11 +2,9 @@
 
 import io
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mdps import __version__
 from mdps.runtime import atomic
 from mdps.runtime.errors import UsageError
+from mdps.runtime.versions import versions
 from mdps.training.config import TrainingConfig
 from mdps.training.sources import Source
 
@@ -58,7 +56,7 @@ class RunFolder:
                 "count": source.count,
                 "files": [str(file) for file in getattr(source, "paths", ())],
             },
-            "sessions": [*before.get("sessions", []), session | {"versions": versions(), "started": _now()}],
+            "sessions": [*before.get("sessions", []), session | {"versions": versions(*PACKAGES), "started": _now()}],
         }
         atomic.write_text(path, json.dumps(content, indent=1) + "\n")
 
@@ -136,17 +134,6 @@ def draw_curve(log: Path, path: Path) -> None:
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, format="png", dpi=100)
     temporary.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Of what decides over the result."""
-    found = {"mdps": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
 
 
 def _now() -> str:

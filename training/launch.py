@@ -6,11 +6,9 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, SpawnContext, start_processes
@@ -37,8 +35,11 @@ def fit_in_processes(count: int, images: Given, out: Path, config: TrainingConfi
         )
     errors = multiprocessing.get_context("spawn").SimpleQueue()
     work = (count, _free_port(), errors, images, out, config, options)
-    running: SpawnContext = start_processes(_work, work, count, join=False, start_method="spawn")  # type: ignore[no-untyped-call]
-    with _passed_on([process.pid for process in running.processes]):
+    with Relay() as relay:
+        running: SpawnContext = start_processes(  # type: ignore[no-untyped-call]
+            _work, work, count, join=False, start_method="spawn"
+        )
+        relay.to([process.pid for process in running.processes])
         try:
             while not running.join(grace_period=GRACE):
                 pass
@@ -85,17 +86,35 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def _passed_on(pids: list[int]) -> Iterator[None]:
-    """Within the block SIGINT and SIGTERM go on to the processes, which stop together; this one waits for them."""
+class Relay:
+    """Within the block SIGINT and SIGTERM go on to the processes, which stop together; this one waits for them.
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+    The block begins before the processes do: a signal between their start and `to` would else end this one alone.
+    """
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self._pids: list[int] = []
+        self._signalled = False
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def to(self, pids: list[int]) -> None:
+        """The processes that signals go to, one that came before included."""
+        self._pids = pids
+        if self._signalled:
+            self._send()
+
+    def _pass_on(self, *_: object) -> None:
+        self._signalled = True
+        self._send()
+
+    def _send(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):  # one that has ended meanwhile
+                os.kill(pid, signal.SIGTERM)

@@ -1,7 +1,6 @@
 """What a measurement depends on, recorded with it."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -10,6 +9,7 @@ from typing import Any
 from mdps.runtime.choice import cpu_model
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.threads import available_cpus
+from mdps.runtime.versions import installed
 
 PACKAGES = ("mdps", "numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "torch", "timm", "anomalib")
 
@@ -25,7 +25,7 @@ def machine_facts(manifest: Manifest) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": installed(*PACKAGES),
         "bundle": manifest.name,
         "bundle_sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
         "checkpoint_sha256": manifest.checkpoint.sha256,
@@ -40,13 +40,3 @@ def _memory_mb() -> int | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6)
     except (AttributeError, ValueError, OSError):  # not on Windows
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

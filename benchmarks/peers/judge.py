@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import json
-import platform
 import shutil
 import tempfile
 import time
@@ -16,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps import __version__
 from mdps.benchmarks.looks import Box, Look
 from mdps.benchmarks.peers.options import PeerOptions
 from mdps.benchmarks.peers.recipes import PEERS, settings_of
 from mdps.runtime.atomic import new_folder, write_text
 from mdps.runtime.errors import ImageError, UsageError, require
 from mdps.runtime.preprocessing import Preprocessing, read_image
+from mdps.runtime.versions import versions
 
 
 class Split(Protocol):
@@ -165,14 +164,12 @@ def _fit(name: str, category: Split, options: PeerOptions, identity: Mapping[str
         facts |= fit(name, module, category.train, category.validation, options, scratch)
     with new_folder(folder, replace=True) as new:
         torch.save(module.state_dict(), new / "fitted.pt")
-        facts |= {"fitted_sha256": sha256_of(new / "fitted.pt"), "versions": _versions()}
+        facts |= {
+            "fitted_sha256": sha256_of(new / "fitted.pt"),
+            "versions": versions("anomalib", "lightning", "torch", "timm"),
+        }
         write_text(new / "fitted.json", json.dumps({**identity, **facts}, indent=1) + "\n")
     shutil.rmtree(scratch)
-
-
-def _versions() -> dict[str, str]:
-    names = ("anomalib", "lightning", "torch", "timm")
-    return {"mdps": __version__, "python": platform.python_version()} | {name: version(name) for name in names}
 
 
 def _open(name: str, options: PeerOptions, folder: Path) -> PeerJudge:
