@@ -17,6 +17,7 @@ from mdps.models.unet import UNetConfig
 from mdps.runtime.errors import UsageError
 from mdps.training import StoppedError, fit, fit_in_processes
 from mdps.training.folder import CHECKPOINT, CONFIG, LOG
+from mdps.training.launch import Relay
 
 
 @pytest.fixture
