@@ -28,8 +28,9 @@ demo: $(STAMP)
 	$(BIN)/mdps demo
 
 # One thread a worker, or they only slow each other down; a file to one worker, or both build what its tests share.
+# A worker that dies is not replaced: with --dist loadfile the rest would be waited for without end.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' --max-worker-restart 0 --timeout 900 --durations 15
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

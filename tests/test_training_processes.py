@@ -1,23 +1,35 @@
 """Training in several processes: the same run as in one; mistakes and signals end all of them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mdps.models.unet import UNetConfig
 from mdps.runtime.errors import UsageError
-from mdps.training import StoppedError, fit, fit_in_processes
+from mdps.training import fit, fit_in_processes
 from mdps.training.folder import CHECKPOINT, CONFIG, LOG
-from mdps.training.launch import Relay
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+TRAIN = [sys.executable, "-m", "mdps.cli", "train"]
+SMALL = ["--recipe", "small", "--image-size", "32", "--batch", "2", "--log-every", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def good(tmp_path):
+    """A folder of ten images for the command line."""
+    folder = tmp_path / "good"
+    folder.mkdir()
+    for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3), dtype=np.uint8)):
+        Image.fromarray(image).save(folder / f"{index}.png")
+    return folder
 
 
 @pytest.fixture
@@ -51,22 +63,11 @@ def test_two_processes_train_as_one_does_with_the_same_global_batch(tmp_path, ti
     assert len(list((two / "tensorboard").iterdir())) == 1  # one process writes
 
 
-def test_torchrun_starts_the_processes_as_well(tmp_path, tiny_images, config):
-    from PIL import Image
-
-    (tmp_path / "good").mkdir()
-    for index, image in enumerate(np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3), dtype=np.uint8)):
-        Image.fromarray(image).save(tmp_path / "good" / f"{index}.png")
-    command = ["train", str(tmp_path / "good"), "--recipe", "small", "--image-size", "32", "--steps", "2"]
-    command += ["--batch", "2", "--log-every", "1", "--device", "cpu"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for out, prefix in (("one", []), ("two", launcher)):
-        done = subprocess.run(
-            [sys.executable, *prefix, "-m", "mdps.cli", *command, "--out", str(tmp_path / out)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+def test_torchrun_starts_the_processes_as_well(tmp_path, good):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for out, program in (("one", TRAIN), ("two", [*launcher, *TRAIN[1:]])):
+        command = [*program, str(good), *SMALL, "--steps", "2", "--out", str(tmp_path / out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("wrote") == 1
     losses = [[row["loss"] for row in rows(tmp_path / out)] for out in ("one", "two")]
@@ -90,29 +91,40 @@ def test_a_mistake_comes_back_as_one_error(tmp_path, config, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.slow  # on loaded cores the signal once came when nobody listened, and ended the test's own process
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_a_signal_to_the_first_process_stops_all_after_the_same_step(tmp_path, tiny_images, config):
+@POSIX
+def test_a_signal_to_the_first_process_stops_all_after_the_same_step(tmp_path, good):
     run = tmp_path / "run"
-
-    def interrupt():
+    command = [*TRAIN, str(good), *SMALL, "--steps", "100000", "--processes", "2", "--out", str(run)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 120
         while not (run / LOG).exists() or len(rows(run)) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
             time.sleep(0.05)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # or it would end the tests
-            os.kill(os.getpid(), signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    step = torch.load(run / CHECKPOINT, weights_only=True)["step"]
+    assert process.returncode == 130, err
+    assert f"stopped by SIGTERM after step {step} of 100000" in err
+    assert "--resume" in err
+    assert "Traceback" not in err
+    assert step == rows(run)[-1]["step"]
 
-    waiting = threading.Thread(target=interrupt)
-    waiting.start()
-    with pytest.raises(StoppedError, match=r"stopped by SIGTERM after step \d+ of 100000; .*--resume"):
-        fit_in_processes(2, tiny_images, run, replace(config, steps=100_000), device="cpu")
-    waiting.join()
-    assert torch.load(run / CHECKPOINT, weights_only=True)["step"] == rows(run)[-1]["step"]
+
+EARLY = """
+import os, signal, subprocess, sys
+from mdps.training.launch import Relay
+
+with Relay() as relay:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        relay.to([process.pid])
+        print(process.wait(30))
+"""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@POSIX
 def test_a_signal_that_comes_before_the_processes_reaches_them():
-    with Relay() as relay:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-            relay.to([process.pid])
-            assert process.wait(30) == -signal.SIGTERM
+    # In a program of its own: the tests' own process may not be there any more after a signal.
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, [str(-signal.SIGTERM)]), done.stderr
