@@ -150,7 +150,9 @@ def test_unloading_is_refused_with_the_reason(bundle):
 
 def test_sigkill_under_load_damages_nothing_and_the_next_start_is_ready(bundle, line_images):
     before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    began = time.monotonic()
     with serving([bundle], *ONE) as server:
+        first_start = time.monotonic() - began
         url = f"{server.url}/inspect"
         threads = [threading.Thread(target=ask_until_gone, args=(url, line_images[index])) for index in range(6)]
         for thread in threads:
@@ -160,9 +162,11 @@ def test_sigkill_under_load_damages_nothing_and_the_next_start_is_ready(bundle, 
         for thread in threads:
             thread.join()
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
+    began = time.monotonic()
     with serving([bundle], *ONE) as server:
+        # Nothing is repaired, waited for or built again: as long as a first start, and twice that on a busy machine.
+        assert time.monotonic() - began < 2 * first_start + 2
         assert ask(f"{server.url}/inspect", line_images[0])[0] == 200
-        assert server.named("loaded")[0]["seconds"] < 30
 
 
 def ask_until_gone(url, image):
