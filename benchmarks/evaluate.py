@@ -14,6 +14,7 @@ from tqdm import tqdm
 from mdps.benchmarks.align import enlarged, truth_in_box
 from mdps.benchmarks.datasets import Category, Sample
 from mdps.benchmarks.gallery import Example, Gallery
+from mdps.benchmarks.kinds import KindMetrics, by_kind
 from mdps.benchmarks.looks import DetailedJudge, Judge, Look, covered_box, looks_of
 from mdps.benchmarks.metrics import auroc, average_precision, f1_max
 from mdps.benchmarks.streaming import PixelCounts, PixelMetrics
@@ -62,7 +63,8 @@ class Evaluation:
 
     `metrics` has the keys of METRICS, NaN where a metric is undefined (`problems` says why); `images` were judged;
     `rows` has every test image in order; `counts` are what a bootstrap resamples; `threshold` is the judge's own, None
-    where it has none. `problems` name, as sentences, what was left out and what a reader of the numbers must know.
+    where it has none; `kinds` are metrics of each kind of defect, empty where there is one only. `problems` name, as
+    sentences, what was left out and what a reader of the numbers must know.
     """
 
     judge: str
@@ -74,6 +76,7 @@ class Evaluation:
     provenance: dict[str, object]
     problems: tuple[str, ...]
     threshold: float | None = None
+    kinds: tuple[KindMetrics, ...] = ()
 
     @property
     def failed(self) -> tuple[ScoredImage, ...]:
@@ -147,6 +150,7 @@ class _Tally:
         self._judge, self._category, self._largest = judge, category, largest
         self._pixels, self._counts, self.gallery = PixelMetrics(), PixelCounts(), Gallery()
         self._rows: list[ScoredImage] = []
+        self._counted: list[tuple[str, bool]] = []
         self._unmasked: list[str] = []
         self._untrue: list[str] = []
         self._vanished: list[str] = []
@@ -181,6 +185,7 @@ class _Tally:
         large = enlarged(look.anomaly_map, truth.shape)
         self._pixels.add(truth, large)
         self._counts.add(truth, large)
+        self._counted.append((sample.kind, sample.defective))
         return truth
 
     def evaluation(self, every: int) -> Evaluation:
@@ -204,6 +209,7 @@ class _Tally:
             },
             problems=(*(detailed.notes if detailed else ()), *self._category.problems, *problems),
             threshold=detailed.threshold if detailed else None,
+            kinds=by_kind([(row.kind, row.defective, row.score or 0.0) for row in judged], self._counts, self._counted),
         )
 
     def _metrics(self, judged: Sequence[ScoredImage]) -> tuple[dict[str, float], list[str]]:

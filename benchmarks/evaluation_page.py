@@ -9,6 +9,7 @@ from PIL import Image
 
 from mdps import __version__
 from mdps.benchmarks.evaluate import METRICS, Evaluation, ScoredImage, finite
+from mdps.benchmarks.kinds import HEADS as KINDS
 from mdps.serving.overlay import thumbnail
 from mdps.serving.report import HEAD, SCRIPT, embedded, image_table, plain_text, settings_table
 from mdps.serving.rows import Row
@@ -66,6 +67,11 @@ def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
         )
     if evaluation.problems:
         yield f"<ul>{''.join(f'<li>{plain_text(problem)}</li>' for problem in evaluation.problems)}</ul>"
+    if evaluation.kinds:
+        heads = "".join(f"<th>{head}</th>" for head in KINDS)
+        lines = ("".join(f"<td>{plain_text(cell)}</td>" for cell in found.cells()) for found in evaluation.kinds)
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        yield f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
     for name in ("scores.png", "roc.png"):
         if (folder / name).is_file():
             yield f"<figure>{embedded((folder / name).read_bytes(), 'png', name)}</figure>"

@@ -9,6 +9,7 @@ from mdps.benchmarks.evaluate import METRICS, Evaluation, finite, mean_metrics
 from mdps.benchmarks.evaluation_page import render
 from mdps.benchmarks.evaluation_plots import best_threshold, image_curve, roc_plot, scores_plot
 from mdps.benchmarks.gallery import Example, Gallery, picture
+from mdps.benchmarks.kinds import HEADS as KINDS
 from mdps.benchmarks.looks import Judge, covered_box
 from mdps.runtime.atomic import new_folder, write_bytes, write_text
 from mdps.runtime.errors import UsageError
@@ -29,7 +30,7 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def markdown(evaluations: Sequence[Evaluation]) -> str:
-    """A table of the metrics, with their mean for several categories; below it the problems."""
+    """A table of the metrics, with their mean for several categories; below it kinds of defects, and the problems."""
     with_verdicts = any(one.threshold is not None for one in evaluations)
     heads = ["category", "images", *METRICS, *(["missed", "false alarms"] if with_verdicts else [])]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
@@ -40,8 +41,19 @@ def markdown(evaluations: Sequence[Evaluation]) -> str:
         total, mean = str(sum(one.images for one in evaluations)), mean_metrics(evaluations)
         lines.append(["mean", total, *_cells(mean), *([""] * 2 if with_verdicts else [])])
     table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    kinds = "\n".join(f"| {' | '.join(line)} |" for line in _kind_lines(evaluations))
     problems = [f"- {one.category}: {problem}" for one in evaluations for problem in one.problems]
-    return "\n\n".join([table, *(["\n".join(problems)] if problems else [])]) + "\n"
+    return "\n\n".join([table, *([kinds] if kinds else []), *(["\n".join(problems)] if problems else [])]) + "\n"
+
+
+def _kind_lines(evaluations: Sequence[Evaluation]) -> list[list[str]]:
+    """Metrics of each kind of defect, with their heads; empty where no category has several kinds."""
+    lines = [
+        [one.category, *(str(value).replace("|", "/") for value in found.cells())]
+        for one in evaluations
+        for found in one.kinds
+    ]
+    return [["category", *KINDS], ["---", "---", *["---:"] * (len(KINDS) - 1)], *lines] if lines else []
 
 
 def _cells(metrics: dict[str, float] | dict[str, float | None]) -> list[str]:
@@ -99,7 +111,8 @@ def write_summary(evaluations: Sequence[Evaluation], out: Path) -> None:
 def _write_tables(evaluations: Sequence[Evaluation], out: Path) -> None:
     full = to_json(evaluations)
     for one, entry in zip(evaluations, full.get("categories", [full]), strict=True):
-        entry |= {"judge": one.judge, "verdicts": one.verdicts(), "rows": [row.to_json() for row in one.rows]}
+        entry |= {"judge": one.judge, "verdicts": one.verdicts()}
+        entry |= {"kinds": [found.to_json() for found in one.kinds], "rows": [row.to_json() for row in one.rows]}
     write_text(out / RESULTS, json.dumps(full, indent=1) + "\n")
     made_with = "\n".join(f"- {key}: {value}" for key, value in flat(evaluations[0].provenance))
     write_text(out / TABLE, f"# {evaluations[0].judge}\n\n{markdown(evaluations)}\n## Made with\n\n{made_with}\n")

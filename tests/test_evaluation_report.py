@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_everything_is_written_and_belongs_together(make_category: MakeCategory,
     assert f"| {found.metrics['pixel_auroc']:.4f} |" in table
     assert "- checkpoint.sha256: 00ff" in table
     assert found.metrics["ms_per_image"] == 40.0  # the median of 10, 20, .., 70
+
+
+def test_each_kind_of_defect_is_measured_against_the_good_images(make_category: MakeCategory, tmp_path: Path) -> None:
+    root = make_category(defective=6)
+    for part in ("test", "ground_truth"):
+        (root / part / "mark <i>").mkdir()
+        for path in sorted((root / part / "spot").iterdir())[:2]:
+            path.rename(root / part / "mark <i>" / path.name)
+    (category,) = find_categories(root)
+    found = evaluate(Bright(), category, out=tmp_path / "out")
+    assert [(kind.kind, kind.images) for kind in found.kinds] == [("mark <i>", 2), ("spot", 4)]
+    for kind in found.kinds:
+        own = replace(category, test=tuple(one for one in category.test if one.kind in ("good", kind.kind)))
+        alone = evaluate(Bright(), own)
+        assert kind.image_auroc == alone.metrics["image_auroc"]
+        assert kind.pixel_auroc == pytest.approx(alone.metrics["pixel_auroc"], abs=1e-4)
+        assert not alone.kinds
+    stored = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert stored["kinds"] == [kind.to_json() for kind in found.kinds]
+    assert f"| disc | spot | 4 | {found.kinds[1].image_auroc:.4f} |" in (tmp_path / "out" / "results.md").read_text()
+    assert "<td>mark &lt;i&gt;</td><td>2</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_pictures_show_image_reconstruction_heat_and_truth(make_category: MakeCategory, tmp_path: Path) -> None:
