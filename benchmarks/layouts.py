@@ -110,7 +110,8 @@ def images_only(folder: Path) -> Category | None:
 
 
 def _name(folder: Path) -> str:
-    return folder.resolve().name
+    """As it is called where it was found: a link may give a category its usual name."""
+    return folder.resolve().name if folder.name in ("", "..") else folder.name
 
 
 def _mvtec_ad(folder: Path) -> _Plan | None:
@@ -238,7 +239,7 @@ def _without_mask(group: _Group, samples: Sequence[Sample]) -> list[str]:
 
 def _visa(folder: Path) -> Category:
     """VisA as it is downloaded: the table of the one-class split names the images of every category."""
-    root, name = folder.resolve().parent, _name(folder)
+    root, name = folder.resolve().parent, folder.resolve().name
     table = root / "split_csv" / "1cls.csv"
     rows = {root / row["image"]: row for row in _rows(table) if row["object"] == name}
     if not rows:

@@ -310,6 +310,14 @@ def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
     assert (only(".").name, only(".").layout) == ("metal_plate", "mpdd")
 
 
+def test_a_link_names_a_category(tmp_path):
+    write_mvtec(tmp_path / "parts" / "metal_plate_2026")
+    (tmp_path / "mvtec").mkdir()
+    (tmp_path / "mvtec" / "bottle").symlink_to(tmp_path / "parts" / "metal_plate_2026", target_is_directory=True)
+    assert only(tmp_path / "mvtec").name == "bottle"
+    assert only(tmp_path / "mvtec" / "bottle").name == "bottle"
+
+
 def test_what_is_no_data_set_is_an_error_that_says_what_was_looked_for(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "readme.txt").write_text("x")
