@@ -150,6 +150,10 @@ def bench_choices(command: Command) -> Command:
             help="Ways of running the checkpoint in torch, or none.",
         ),
         click.option(
+            "--methods", callback=_names, default="anoddpm,autoddpm", show_default=True,
+            help="Other detectors on our runtime, exported from the checkpoint; or none.",
+        ),
+        click.option(
             "--peers", callback=_names, default="patchcore,draem", show_default=True,
             help="Detectors of anomalib: patchcore, draem, padim, efficientad; or none.",
         ),
@@ -158,6 +162,10 @@ def bench_choices(command: Command) -> Command:
         ),
         click.option(
             "--samples", callback=_counts, default="4", show_default=True, help="N_s to measure besides 1, or none."
+        ),
+        click.option(
+            "--sizes", callback=_counts, default="none", show_default=True,
+            help="Sides of images to measure as well, such as 64,96,128, exported from the checkpoint.",
         ),
         click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each one runs."),
         click.option(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mdps.benchmarks.bench import competitor, eager, memory, rounds
+from mdps.benchmarks.bench import competitor, eager, memory, rounds, scaling
 from mdps.benchmarks.bench.picture import observation
 from mdps.benchmarks.bench.process import Process, environment
 from mdps.benchmarks.bench.rate import forward_flop
@@ -26,8 +26,10 @@ from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, matrix_rate
 from mdps.benchmarks.bench.run import Bench, BenchOptions, find_checkpoint, run_bench
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.timer import EventTimer, WallTimer, torch_timer
+from mdps.benchmarks.bench.variations import Variations
 from mdps.benchmarks.bench.worker import Worker, serve
 from mdps.cli import cli
+from mdps.export.methods import autoddpm
 from mdps.models.unet import AttentionBlock
 from mdps.runtime import UsageError, load
 from mdps.runtime.manifest import Manifest
@@ -52,7 +54,7 @@ def run(bundle: Path) -> tuple[list[dict[str, Any]], Path]:
     command = [
         sys.executable, "-m", "mdps.cli", "bench", str(bundle), "--json", "--out", str(out), "--threads", "1",
         "--backends", "onnxruntime", "--torch", "authors,eager", "--peers", "draem", "--rounds", "3", "--warm-up", "0",
-        "--batches", "2", "--samples", "none",
+        "--batches", "2", "--samples", "none", "--sizes", "16", "--methods", "none",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -80,6 +82,10 @@ def test_the_rows_hold_what_is_promised(run: tuple[list[dict[str, Any]], Path]) 
     assert 0 < rows[0]["share_of_matrix_rate"] < 2
     assert ours["images_per_second"] == pytest.approx(2000 / ours["median_ms"])
     assert 0.3 < ours["ratio_to_single"] < 2
+    smaller = row_of(rows, "16 x 16")
+    assert (rows[0]["image_size"], smaller["image_size"]) == ([32, 32], [16, 16])
+    assert smaller["ratio_to_single"] == pytest.approx(smaller["ratio_to_ours"], rel=1)
+    assert smaller["score_difference"] is None
 
 
 def test_torch_computes_the_same_score_and_two_forwards_cost_more_than_one(
@@ -105,7 +111,13 @@ def test_a_peer_runs_or_says_what_to_install(run: tuple[list[dict[str, Any]], Pa
 
 def test_table_plot_and_json_are_written(run: tuple[list[dict[str, Any]], Path], bundle: Path) -> None:
     rows, out = run
-    assert sorted(path.name for path in out.iterdir()) == ["bench.json", "bench.md", "bench.png", "machine.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "bench.json",
+        "bench.md",
+        "bench.png",
+        "machine.json",
+        "scaling.png",
+    ]
     assert json.loads((out / "bench.json").read_text()) == rows
     machine = json.loads((out / "machine.json").read_text())
     assert machine["cpu"]
@@ -317,6 +329,60 @@ def test_peak_memory_is_the_childs_own_and_can_be_forgotten() -> None:
     assert before - after > 400
 
 
+# Bundles made for the run
+
+
+def test_other_methods_and_sizes_are_made_from_the_bundles_checkpoint(bundle: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(bundle)
+    variations = Variations(manifest, find_checkpoint(bundle, manifest, None), None, tmp_path, lambda _: None)
+    auto = Manifest.read(variations.bundle("autoddpm"))
+    assert auto.settings.sampler == autoddpm((32, 32)).sampler
+    assert auto.settings.score.backbone == "random_tiny"
+    assert auto.checkpoint == manifest.checkpoint
+    assert Cost.of(auto, 10) == Cost(200 + 49 * 5 + 1, 4460)
+    small = Manifest.read(variations.bundle(16))
+    assert small.preprocessing.network_size == (16, 16)
+    assert small.settings == replace(manifest.settings, score=replace(manifest.settings.score, top=2))
+    assert small.network["parameters"] == manifest.network["parameters"]
+    assert 3.9 < forward_flop(manifest) / forward_flop(small) < 16.1
+    with pytest.raises(SkippedError, match="a multiple of 2, not 17"):
+        variations.bundle(17)
+    with pytest.raises(SkippedError, match="give --ckpt"):
+        Variations(manifest, None, None, tmp_path, lambda _: None).bundle("anoddpm")
+
+
+def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_alike(specs: list[Spec], **_: Any) -> list[Measurement]:
+        facts = {"load_ms": 5.0, "first_ms": 9.0, "score": 2.0, "matrix_flop": 8, "forward_flop": 1000}
+        return [Measurement(spec, facts, [10.0], [8.0], 80.0) for spec in specs]
+
+    monkeypatch.setattr("mdps.benchmarks.bench.run.measure", all_alike)
+    monkeypatch.setattr(Variations, "_make", lambda self, what: bundle if what == "anoddpm" else SkippedError("no"))
+    options = BenchOptions(backends=("openvino",), ways=(), peers=(), batches=(), samples=(), sizes=(64,))
+    ours, ano, auto, size = run_bench(bundle, options).rows
+    assert (ours.score_agrees, ano.score_agrees, ano.ratio_to_ours) == (True, None, 1.0)
+    assert ano.name == "AnoDDPM, our runtime"
+    assert (auto.skipped, size.skipped) == ("no", "no")
+    assert size.name == "mdps, openvino, 64 x 64"
+
+
+def test_lines_of_the_plot_are_one_competitor_with_one_thing_varied() -> None:
+    size = (32, 32)
+    rows = [
+        Row("a", 8.0, image_size=size), Row("b", 4.0, image_size=size),
+        Row("a, batch 4", 16.0, batch=4, ratio_to_single=0.5, image_size=size),
+        Row("a, 64 x 64", 40.0, ratio_to_single=5.0, image_size=(64, 64)),
+        Row("a, 128 x 128", ratio_to_single=None, skipped="no", image_size=size),
+    ]  # fmt: skip
+    batch, samples, pixels = (scaling.curves(rows, value) for value in scaling.AXES.values())
+    assert batch == {"a": [(1, 8.0), (4, 4.0)]}
+    assert samples == {}
+    assert pixels == {"a": [(1024, 8.0), (4096, 40.0)]}
+    assert scaling.plot(rows).startswith(b"\x89PNG")
+
+
 # Who takes part
 
 
@@ -334,7 +400,15 @@ def test_the_checkpoint_is_found_beside_the_bundle_and_another_is_refused(bundle
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"peers": ("glass",)}, {"ways": ("jax",)}, {"backends": ("tvm",)}, {"batches": (0,)}]
+    "wrong",
+    [
+        {"peers": ("glass",)},
+        {"methods": ("ddad",)},
+        {"sizes": (0,)},
+        {"ways": ("jax",)},
+        {"backends": ("tvm",)},
+        {"batches": (0,)},
+    ],
 )
 def test_names_and_numbers_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -394,6 +468,6 @@ def test_nothing_but_skipped_rows_is_still_a_result(
     monkeypatch.setattr("mdps.benchmarks.bench.run.measure", nobody)
     assert terminal.run(cli, ["bench", "--json", str(bundle)]) == 1
     bench = run_bench(bundle, BenchOptions())
-    assert [row.skipped for row in bench.rows] == ["not today"] * 7
+    assert [row.skipped for row in bench.rows] == ["not today"] * 9
     write_report(bench, tmp_path / "out")
     assert "Skipped PatchCore: not today" in (tmp_path / "out" / "bench.md").read_text()

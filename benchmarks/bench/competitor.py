@@ -28,7 +28,7 @@ class Competitor(Protocol):
 
 def open_competitor(spec: Spec) -> Competitor:
     """Loads it; imports the libraries of its kind and no others. Raises SkippedError with the reason, or MdpsError."""
-    if spec.kind == "ours":
+    if spec.kind in ("ours", "method"):
         from mdps.benchmarks.bench.ours import Ours
 
         return Ours(spec)
@@ -46,6 +46,7 @@ def open_competitor(spec: Spec) -> Competitor:
     return MatrixRate(spec)
 
 
-def extra_of(kind: str) -> str:
-    """The extra of this package that brings what a kind of competitor needs."""
-    return {"ours": "cpu", "torch": "export", "peer": "peers", "rate": "export"}[kind]
+def missing(error: ModuleNotFoundError, kind: str) -> str:
+    """What to install where a kind of competitor finds no such module: an extra of this package."""
+    extra = {"ours": "cpu", "method": "cpu", "torch": "export", "peer": "peers", "rate": "export"}[kind]
+    return f"not installed: pip install 'mdps[{extra}]' (there is no {error.name})"

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from mdps.benchmarks.bench.competitor import Outcome
 from mdps.benchmarks.bench.picture import observation
+from mdps.benchmarks.bench.remade import known_of
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.timer import Timer, torch_timer
 from mdps.models import oracle as oracles
 from mdps.models.backbones import Backbone, load_backbone
-from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser
+from mdps.models.checkpoints import Denoiser, load_denoiser
 from mdps.models.oracle import Oracle
 from mdps.models.oracle_setup import Network, eps_of, features_of, oracle_of
 from mdps.runtime.manifest import Manifest
@@ -86,12 +87,7 @@ def _denoiser(spec: Spec, manifest: Manifest) -> Denoiser:
     """The checkpoint, read with all that the bundle knows of it; SkippedError for another than the bundle's."""
     if spec.ckpt is None:
         raise SkippedError("no checkpoint: give --ckpt")
-    facts = ("image_size", "num_heads", "num_head_channels", "new_attention_order")
-    known: dict[str, Any] = {name: manifest.network[name] for name in facts if name in manifest.network}
-    if known.get("num_head_channels") is not None:  # it decides; the number of heads is then a default
-        known.pop("num_heads", None)
-    options = LoadOptions(**known, schedule=manifest.schedule, prediction=manifest.prediction)
-    denoiser = load_denoiser(spec.ckpt, options)
+    denoiser = load_denoiser(spec.ckpt, known_of(manifest))
     if denoiser.report.sha256 != manifest.checkpoint.sha256:
         raise SkippedError(f"{spec.ckpt} is not the checkpoint the bundle was made from ({manifest.checkpoint.name})")
     return denoiser

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mdps.benchmarks.bench import scaling
 from mdps.benchmarks.bench.rows import Row
 from mdps.benchmarks.bench.run import Bench
 from mdps.runtime.atomic import write_bytes, write_text
@@ -14,12 +15,17 @@ Cell = Callable[[Row], str]
 
 
 def write_report(bench: Bench, out: Path) -> None:
-    """bench.md, bench.png, bench.json (the rows) and machine.json in the folder `out`, each whole or not at all."""
+    """bench.md, bench.png, bench.json (the rows) and machine.json in the folder `out`, each whole or not at all.
+
+    scaling.png as well where batches, N_s or sizes were measured.
+    """
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "bench.json", json.dumps([row.to_json() for row in bench.rows], indent=1) + "\n")
     write_text(out / "machine.json", json.dumps(bench.machine, indent=1) + "\n")
     write_text(out / "bench.md", markdown(bench))
     write_bytes(out / "bench.png", plot(bench))
+    if any(row.ratio_to_single is not None for row in bench.rows):
+        write_bytes(out / "scaling.png", scaling.plot(bench.rows))
 
 
 def markdown(bench: Bench) -> str:
@@ -85,7 +91,7 @@ COLUMNS: dict[str, Cell] = {
     "what": _agreement,
 }
 SWEEP_COLUMNS: dict[str, Cell] = {
-    "throughput": lambda row: row.name,
+    "batches, N_s, sizes": lambda row: row.name,
     "median ms": lambda row: _number(row.median_ms),
     "p95 ms": lambda row: _number(row.p95_ms),
     "images/s": lambda row: _number(row.images_per_second),
@@ -99,12 +105,12 @@ def plot(bench: Bench) -> bytes:
     """A PNG: a bar a competitor, median ms an image with p95, and peak memory."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in reversed(bench.rows) if row.median_ms is not None]
+    rows = [row for row in reversed(bench.rows) if row.median_ms is not None and row.ratio_to_single is None]
     names = [row.name for row in rows]
     figure = Figure(figsize=(11, 1.4 + 0.42 * len(rows)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True)
-    medians = [(row.median_ms or 0.0) / row.batch for row in rows]
-    above = [max(0.0, ((row.p95_ms or 0.0) - (row.median_ms or 0.0)) / row.batch) for row in rows]
+    medians = [row.median_ms or 0.0 for row in rows]
+    above = [max(0.0, (row.p95_ms or 0.0) - (row.median_ms or 0.0)) for row in rows]
     colours = ["tab:blue" if row.name.startswith("mdps") else "tab:gray" for row in rows]
     bars = times.barh(names, medians, xerr=[[0.0] * len(rows), above], color=colours)
     times.bar_label(bars, [_number(value) for value in medians], padding=3)

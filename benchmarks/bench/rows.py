@@ -1,7 +1,7 @@
 """From measurements to rows: one competitor each, every number that a table, a plot or a program wants."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -41,8 +41,11 @@ class Cost:
 class Row:
     """One competitor. Times in ms for the whole batch; None where there is no such number, or it was `skipped`.
 
+    `image_size` (H, W) is what its network sees.
+
     `ratio_to_ours` compares the time an image takes with that of the default backend (above 1 is slower);
-    `ratio_to_single` that of a batch or of several samples with one image and one sample of the same competitor.
+    `ratio_to_single` that of a batch, of several samples or of another image size with one image and one sample of the
+    same competitor.
     `loaded_mb` is the peak of memory before the first image. `cold_ms` is loading and the first image; `step_ms` one
     step of sampling, `outside_ms` all but the steps, both a batch. `gflops_per_s` counts useful FLOPs in the steps,
     `share_of_matrix_rate` divides by the machine's fp32 rate.
@@ -58,6 +61,7 @@ class Row:
     runs: int = 0
     batch: int = 1
     samples: int = 1
+    image_size: tuple[int, int] | None = None
     images_per_second: float | None = None
     cold_ms: float | None = None
     load_ms: float | None = None
@@ -88,12 +92,20 @@ class Yardstick:
     image_ms: float | None = None
     score: float | None = None
     matrix_rate: float | None = None
+    image_size: tuple[int, int] | None = None
+
+    def of(self, manifest: Manifest, forward_flop: int | None) -> "Yardstick":
+        """The same for another bundle, whose score is another."""
+        cost, sampler = Cost.of(manifest, forward_flop), manifest.settings.sampler
+        size = manifest.preprocessing.network_size
+        return replace(self, cost=cost, samples=sampler.samples, score=None, image_size=size)
 
     def row(self, one: Measurement, single: "Measurement | None" = None) -> Row:
         """The row of a measurement; `single` is the same competitor at one image and one sample, in the same rounds."""
         spec = one.spec
         samples = spec.samples or self.samples
         same: dict[str, Any] = {"name": spec.name, "batch": spec.batch, "samples": samples, "threads": spec.threads}
+        same["image_size"] = self.image_size
         if one.skipped or not one.ms:
             return Row(**same, device=spec.device, skipped=one.skipped or "no run ended")
         middle, image_ms = median(one.ms), median(one.ms) / spec.batch

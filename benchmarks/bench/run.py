@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mdps.benchmarks.bench.machine import machine_facts
+from mdps.benchmarks.bench.rate import forward_flop
 from mdps.benchmarks.bench.rounds import Measurement, Say, measure
 from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, baseline, matrix_rate
-from mdps.benchmarks.bench.spec import Spec
+from mdps.benchmarks.bench.spec import SkippedError, Spec
+from mdps.benchmarks.bench.variations import Variations
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.threads import available_cpus
@@ -20,18 +23,25 @@ WAYS = {
     "eager": "torch, one forward a step",
     "compile": "torch.compile, one forward a step",
 }
+METHOD_NAMES = {"anoddpm": "AnoDDPM", "autoddpm": "AutoDDPM"}
 PEER_NAMES = {"patchcore": "PatchCore", "draem": "DRAEM", "padim": "PaDiM", "efficientad": "EfficientAD"}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Who takes part and how long. `batches` and `samples` are swept on our backends, 1 apart, which all measure."""
+    """Who takes part and how long. `batches` and `samples` are swept on our backends, 1 apart, which all measure.
+
+    `methods` are other detectors on our runtime, `sizes` sides of images that ours is exported for as well: both are
+    made from the checkpoint.
+    """
 
     backends: tuple[str, ...] = BACKENDS
     ways: tuple[str, ...] = tuple(WAYS)
+    methods: tuple[str, ...] = tuple(METHOD_NAMES)
     peers: tuple[str, ...] = ("patchcore", "draem")
     batches: tuple[int, ...] = (4,)
     samples: tuple[int, ...] = (4,)
+    sizes: tuple[int, ...] = ()
     rounds: int = 5
     warm_up: int = 1
     threads: int | None = None
@@ -45,12 +55,13 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for kind, given, known in (
-            ("backend", self.backends, BACKENDS), ("torch way", self.ways, WAYS), ("peer", self.peers, PEER_NAMES),
+            ("backend", self.backends, BACKENDS), ("torch way", self.ways, WAYS),
+            ("method", self.methods, METHOD_NAMES), ("peer", self.peers, PEER_NAMES),
         ):  # fmt: skip
             for name in given:
                 require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}")
         require(self.rounds >= 1 and self.warm_up >= 0, "rounds should be at least 1 and warm-up at least 0")
-        require(min((1, *self.batches, *self.samples)) >= 1, "batches and samples should be at least 1")
+        require(min((1, *self.batches, *self.samples, *self.sizes)) >= 1, "batches, N_s and sizes should be 1 or more")
         for folder in (self.good, self.backbone_weights):
             require(folder is None or folder.exists(), f"there is no {folder}: check the path")
 
@@ -67,9 +78,18 @@ def run_bench(bundle: Path, options: BenchOptions, say: Say = lambda text: None)
     """Measures everything; a competitor that cannot run is a row with the reason. UsageError, BundleError."""
     manifest = Manifest.read(bundle)
     ckpt = find_checkpoint(bundle, manifest, options.ckpt)
+    with TemporaryDirectory(prefix="mdps-bench-") as folder:
+        variations = Variations(manifest, ckpt, options.backbone_weights, Path(folder), say)
+        return _run(bundle, manifest, options, ckpt, variations, say)
+
+
+def _run(
+    bundle: Path, manifest: Manifest, options: BenchOptions, ckpt: Path | None, variations: Variations, say: Say
+) -> Bench:
     rate, *specs = _specs(bundle, options, ckpt)
+    methods, absent = _methods(rate, options, variations)
     machine = machine_facts(manifest)
-    first, *others = _measure([rate, *specs], options, say)
+    first, *others = _measure([rate, *specs, *methods], options, say)
     ours, samples = baseline(others), manifest.settings.sampler.samples
     yardstick = Yardstick(
         cost=Cost.of(manifest, first.facts.get("forward_flop")),
@@ -77,10 +97,33 @@ def run_bench(bundle: Path, options: BenchOptions, say: Say = lambda text: None)
         image_ms=median(ours.ms) if ours else None,
         score=ours.facts["score"] if ours else None,
         matrix_rate=matrix_rate(first),
+        image_size=manifest.preprocessing.network_size,
     )
-    rows = [yardstick.row(one) for one in others]
-    rows += _sweep([one for one in others if one.spec.kind == "ours" and one.ms], yardstick, options, say)
+    rows = [_row(one, yardstick, bundle) for one in [*others, *absent]]
+    ran = [one for one in others if one.spec.kind == "ours" and one.ms]
+    rows += _sweep(ran, yardstick, options, say) + _sizes(ran, yardstick, options, variations, say)
     return Bench(rows, machine | _measured(first, yardstick, ours, options))
+
+
+def _methods(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
+    """The methods that could be exported, and the others with the reason."""
+    ready, absent = [], []
+    backend = next(iter(options.backends), BACKENDS[0])
+    for name in options.methods:
+        spec = replace(common, name=f"{METHOD_NAMES[name]}, our runtime", kind="method", variant=backend)
+        try:
+            ready.append(replace(spec, bundle=str(variations.bundle(name))))
+        except SkippedError as reason:
+            absent.append(Measurement(spec, skipped=str(reason)))
+    return ready, absent
+
+
+def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measurement | None = None) -> Row:
+    """A row; of a bundle made for this run with its own steps, size and FLOPs."""
+    if one.spec.bundle == str(bundle):
+        return yardstick.row(one, single)
+    manifest = Manifest.read(one.spec.bundle, verify=False)  # written a moment ago
+    return yardstick.of(manifest, forward_flop(manifest)).row(one, single)
 
 
 def find_checkpoint(bundle: Path, manifest: Manifest, given: Path | None) -> Path | None:
@@ -137,6 +180,24 @@ def _sweep(ran: Sequence[Measurement], yardstick: Yardstick, options: BenchOptio
             alone = replace(one.spec, samples=1 if point.samples else None)
             single, many = _measure([alone, point], options, say)
             rows.append(yardstick.row(many, single))
+    return rows
+
+
+def _sizes(
+    ran: Sequence[Measurement], yardstick: Yardstick, options: BenchOptions, variations: Variations, say: Say
+) -> list[Row]:
+    """One image at other sizes, each in rounds of its own with the bundle's own size."""
+    rows = []
+    for one in ran:
+        for side in options.sizes:
+            point = replace(one.spec, name=f"{one.spec.name}, {side} x {side}")
+            try:
+                point = replace(point, bundle=str(variations.bundle(side)))
+            except SkippedError as reason:
+                rows.append(yardstick.row(Measurement(point, skipped=str(reason))))
+                continue
+            single, other = _measure([one.spec, point], options, say)
+            rows.append(_row(other, yardstick, Path(one.spec.bundle), single))
     return rows
 
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-Kind = Literal["ours", "torch", "peer", "rate"]
+Kind = Literal["ours", "method", "torch", "peer", "rate"]
 
 
 class SkippedError(Exception):
@@ -13,6 +13,8 @@ class SkippedError(Exception):
 @dataclass(frozen=True)
 class Spec:
     """One competitor. `variant` is a backend, a way of running torch, or a peer's name; the rest is the same for all.
+
+    Another method on our runtime has a `bundle` of its own, and so has ours at another image size.
 
     `samples` (N_s) and `batch` are those of this row; `bank_images` good images make a peer's memory, taken from the
     folder `good` or made up.

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from mdps.benchmarks.bench.competitor import Competitor, extra_of, open_competitor
+from mdps.benchmarks.bench.competitor import Competitor, missing, open_competitor
 from mdps.benchmarks.bench.memory import peak_mb
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.runtime.errors import MdpsError
@@ -34,7 +34,7 @@ class Worker:
         except (SkippedError, MdpsError) as error:
             return {"skipped": str(error)}
         except ModuleNotFoundError as error:
-            return {"skipped": _missing(error, self.spec.kind)}
+            return {"skipped": missing(error, self.spec.kind)}
         except Exception as error:  # a competitor's library may raise anything, and the others must go on
             traceback.print_exc()
             return {"skipped": f"{type(error).__name__}: {_first_line(error)}"}
@@ -57,10 +57,6 @@ class Worker:
     def peak(self) -> Answer:
         """Memory held at most so far."""
         return {"peak_mb": peak_mb()}
-
-
-def _missing(error: ModuleNotFoundError, kind: str) -> str:
-    return f"not installed: pip install 'mdps[{extra_of(kind)}]' (there is no {error.name})"
 
 
 def _first_line(error: Exception) -> str:
