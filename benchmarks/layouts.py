@@ -29,8 +29,8 @@ from pathlib import Path
 
 from mdps.benchmarks.samples import Category, Sample
 from mdps.runtime.errors import UsageError
+from mdps.runtime.image_files import IMAGE_SUFFIXES
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 LOOKED_FOR = (
     "train/good (MVTec AD, MPDD), test_public (MVTec AD 2), train/ok (BTAD), Data/Images (VisA), train, test or good "
     "with images (plain), or images alone"

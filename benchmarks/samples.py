@@ -14,9 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from mdps.runtime.errors import ImageError
+from mdps.runtime.pictures import turn_of
 
 T = TypeVar("T")
 _LOSSY = frozenset({".jpg", ".jpeg"})
@@ -95,7 +96,8 @@ def _read_mask(path: Path) -> NDArray[np.bool_]:
 
 
 def _marked(image: Image.Image, level: int) -> NDArray[np.bool_]:
-    upright = ImageOps.exif_transpose(image)
+    turn = turn_of(image)
+    upright = image if turn is None else image.transpose(turn)
     if upright.mode == "F" or upright.mode.startswith("I"):
         return np.asarray(np.asarray(upright) > level)
     if "A" in upright.getbands() or "transparency" in upright.info:

@@ -1,5 +1,6 @@
 """The detector: pictures in, verdicts out."""
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ class Detector:
         self._settings, self._engines = pipeline.settings, pipeline.engines
         self._images_at_once = max(1, max_batch // pipeline.settings.sampler.samples)
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     @property
     def settings(self) -> Settings:
@@ -110,6 +112,7 @@ class Detector:
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
         frozen and not known, BackendError where the engine fails or gives NaN.
         """
+        self._check_process()
         self._check(observations)
         # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
         if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
@@ -121,6 +124,7 @@ class Detector:
 
     def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
+        self._check_process()
         self._check(observations)
         chunks = self._chunks(observations)
         with self._lock:
@@ -149,6 +153,14 @@ class Detector:
         if self._pipeline is None:
             raise BackendError("this detector was closed: load the bundle again")
         return self._pipeline
+
+    def _check_process(self) -> None:
+        """Engines' threads do not follow into a forked process, where a call would wait for them for ever."""
+        if os.getpid() != self._process:
+            raise BackendError(
+                "this detector was loaded before the process forked, and its engine does not work in the new one: "
+                "load the bundle in each worker process"
+            )
 
     def _observe(self, image: Picture) -> NDArray[np.float32]:
         try:

@@ -1,8 +1,9 @@
 """Reads a picture of any kind into upright 8-bit RGB, with one defined result for each mode.
 
 Grey becomes three equal channels. Transparent pixels are laid on white: dropping alpha would show whatever colour a
-program left under it, usually black, as a defect. 16-bit grey is divided by 257, so that 65535 becomes 255.
-32-bit integers are read as 16-bit values, floats as grey levels 0 to 255.
+program left under it, usually black, as a defect. 16-bit grey is divided by 257, so that 65535 becomes 255; in a TIFF
+of 12 bits 4095 does. 32-bit integers are read as 16-bit values, floats as grey levels 0 to 255. Colour profiles are not
+applied, here as in training. What can be meant in two ways (several pictures in a file, floats from 0 to 1) is refused.
 """
 
 import io
@@ -13,13 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import ImageError
+from mdps.runtime.errors import ImageError, require
 
 if TYPE_CHECKING:
     from PIL import Image
 
 MAX_PIXELS = 178_956_970
 """Larger pictures are refused before they are decoded (Pillow's own limit for decompression bombs)."""
+_DRAWINGS = ("EPS", "WMF")  # Pillow starts other programs to draw these
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # of a TIFF
 
 
 def describe(image: object) -> str:
@@ -32,18 +45,26 @@ def describe(image: object) -> str:
 def read_image(image: Any) -> "Image.Image":
     """Upright PIL image of mode RGB from a path, file bytes, PIL image or uint8 array ([H, W], [H, W, 1 | 3 | 4]).
 
-    ImageError naming the file where it is missing, empty, truncated, too large, or of a kind with no defined result.
+    ImageError naming the file where it is missing, empty, truncated, too large, or of a kind with no defined result;
+    UsageError where this program made Pillow accept halves of pictures.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageFile
 
     name = describe(image)
     if isinstance(image, np.ndarray):
         return _to_rgb(_from_array(image), name)
+    require(
+        not ImageFile.LOAD_TRUNCATED_IMAGES,
+        "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on in this program, so that half a picture would be judged as a whole "
+        "one: set it to False",
+    )
     opened = image if isinstance(image, Image.Image) else _open(image, name)
     try:
         _check_size(opened.size, name)
-        # Orientation 1 returns a copy, so the caller's image is never changed.
-        return _to_rgb(ImageOps.exif_transpose(opened), name)
+        _check_end(opened, name)
+        rgb, turn = _to_rgb(opened, name), turn_of(opened)
+        rgb.info.clear()  # what was read of the file is applied, and must not be a second time
+        return rgb if turn is None else rgb.transpose(turn)
     except ImageError:
         raise
     except Exception as error:  # decoders raise nearly every type on a damaged file
@@ -53,19 +74,58 @@ def read_image(image: Any) -> "Image.Image":
             opened.close()
 
 
-def _open(image: object, name: str) -> "Image.Image":
+def turn_of(image: "Image.Image") -> "Image.Transpose | None":
+    """What brings the image upright, by its EXIF orientation; None for nothing. Loads it.
+
+    Not `ImageOps.exif_transpose`, which writes the whole EXIF block anew and fails at one odd value of a camera.
+    """
     from PIL import Image
 
+    image.load()  # a PNG may have its EXIF block after its pixels, and this turns a TIFF by itself
+    name = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    return None if name is None else Image.Transpose[name]
+
+
+def check_single(image: "Image.Image", name: str) -> None:
+    """ImageError for a file of several pictures, of which all but the first would pass unseen.
+
+    Not for the previews and second lenses in a camera's JPEG (MPO): its first picture is the photograph.
+    """
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        raise ImageError(f"{name} holds several pictures, of which only the first would be judged: save each by itself")
+
+
+def _open(image: object, name: str) -> "Image.Image":
     if isinstance(image, bytes):
-        source: Any = io.BytesIO(image)
+        opened = _identify(io.BytesIO(image), name)
     elif isinstance(image, str | Path):
-        source = Path(image)
-        if not source.is_file():
-            raise ImageError(f"{name} is no file: check the path")
-        if source.stat().st_size == 0:
-            raise ImageError(f"{name} is empty (0 bytes)")
+        _check_file(Path(image), name)
+        opened = _identify(Path(image), name)
     else:
         raise ImageError(f"{name} is no picture: give a path, the bytes of a file, a PIL image or a uint8 array")
+    try:
+        if opened.format in _DRAWINGS:
+            raise ImageError(f"{name} is a drawing ({opened.format}) and no photograph: save it as PNG")
+        check_single(opened, name)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _check_file(path: Path, name: str) -> None:
+    try:
+        if not path.is_file():
+            raise ImageError(f"{name} is no file: check the path")
+        if path.stat().st_size == 0:
+            raise ImageError(f"{name} is empty (0 bytes)")
+    except OSError as error:  # a name that is too long, a network drive that has gone, a file just deleted
+        raise ImageError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _identify(source: Any, name: str) -> "Image.Image":
+    from PIL import Image
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -81,6 +141,28 @@ def _check_size(size: tuple[int, int], name: str) -> None:
         raise ImageError(f"{name} has no pixels ({size[0]} x {size[1]})")
     if size[0] * size[1] > MAX_PIXELS:
         raise ImageError(f"{name} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}, and is refused")
+
+
+def _check_end(image: "Image.Image", name: str) -> None:
+    """ImageError for a JPEG file that was not written to its end: its decoder makes up what reads as zeros."""
+    file = getattr(image, "fp", None)
+    if image.format not in ("JPEG", "MPO") or file is None:  # loaded already
+        return
+    file.seek(0)
+    content = file.read()
+    start = _first_scan(content)
+    if start is not None and content.find(b"\xff\xd9", start) < 0:
+        raise ImageError(f"{name} was not written to its end, it may be truncated or still being written")
+
+
+def _first_scan(jpeg: bytes) -> int | None:
+    """Where the pixels begin, after the segments that may hold a preview with an end of its own."""
+    at = 2
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        if jpeg[at + 1] == 0xDA:
+            return at
+        at += 1 if jpeg[at + 1] == 0xFF else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return None
 
 
 def _from_array(array: NDArray[Any]) -> "Image.Image":
@@ -120,16 +202,26 @@ def _on_white(image: "Image.Image") -> "Image.Image":
 def _from_deep(image: "Image.Image", name: str) -> "Image.Image":
     from PIL import Image
 
-    values = np.asarray(image).astype(np.float64)
+    stored = np.asarray(image)
+    values = stored.astype(np.float64)
     if not np.isfinite(values).all():
         raise ImageError(f"{name} holds NaN or infinite values")
-    top, kind = (255, "float") if image.mode == "F" else (65535, "integer")
-    if values.min() < 0 or values.max() > top:
+    tags = getattr(image, "tag_v2", {})
+    top, kind = (255, "float") if image.mode == "F" else (2 ** min(16, tags.get(_BITS, (16,))[0]) - 1, "integer")
+    low, high = values.min(), values.max()
+    if low < 0 or high > top:
         raise ImageError(
-            f"{name} holds {kind} values from {values.min():g} to {values.max():g}, outside 0 to {top}: "
-            "convert it to 8 bit"
+            f"{name} holds {kind} values from {low:g} to {high:g}, outside 0 to {top}: convert it to 8 bit"
         )
-    return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8)).convert("RGB")
+    if kind == "float" and 0 < high <= 1:
+        raise ImageError(f"{name} holds float values from 0 to 1, black on a scale to 255: convert it to 8 bit")
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow turns these round at 8 bits only
+        values = top - values
+    grey = np.rint(values * (255 / top)).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[stored == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")
 
 
 def _reason(error: Exception) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mdps.runtime.errors import UsageError
+from mdps.runtime.image_files import IMAGE_SUFFIXES, image_files
 
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 _FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
 _LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
 
@@ -16,7 +16,7 @@ def find_images(inputs: Sequence[str | Path], exclude: Path | None = None) -> li
     """Lists the images among `inputs`: files as they are, folders with all that lies below them, by name.
 
     `exclude` is a folder that is not entered: the outputs of an earlier run are no input of the next.
-    Hidden files and folders are passed over, and a file named twice is listed once.
+    Hidden files and folders are passed over, linked folders are not, and a file named twice is listed once.
 
     Raises:
         UsageError: an input does not exist, a folder cannot be read or has no image.
@@ -29,28 +29,17 @@ def find_images(inputs: Sequence[str | Path], exclude: Path | None = None) -> li
 
 
 def _images_of(given: Path, exclude: Path | None) -> list[Path]:
-    if given.is_file():
+    try:
+        is_file, is_folder = given.is_file(), given.is_dir()
+    except OSError as error:  # a name that is too long, a network drive that has gone
+        raise UsageError(f"{given} cannot be read: {error.strerror or error}") from error
+    if is_file:
         return [given]
-    if not given.is_dir():
+    if not is_folder:
         raise UsageError(f"{given} does not exist: give an image or a folder with images")
-    images = _walk(given, exclude)
+    images = image_files(given, exclude)
     if not images:
         raise UsageError(f"{given} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))}), nor does a folder below it")
-    return images
-
-
-def _walk(folder: Path, exclude: Path | None) -> list[Path]:
-    def refuse(error: OSError) -> None:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-    closed = exclude.resolve() if exclude is not None else None
-    images = []
-    for place, folders, files in os.walk(folder, onerror=refuse):
-        here = Path(place)
-        folders[:] = sorted(name for name in folders if name[0] != "." and (here / name).resolve() != closed)
-        images += [
-            here / name for name in sorted(files) if name[0] != "." and Path(name).suffix.lower() in IMAGE_SUFFIXES
-        ]
     return images
 
 

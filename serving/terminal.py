@@ -1,5 +1,6 @@
 """The command line's manners: errors as one sentence, exit codes, values for people or for programs."""
 
+import io
 import json
 import os
 import sys
@@ -67,6 +68,7 @@ def _plain(value: Any) -> str:
 def run(command: click.Command, arguments: Sequence[str] | None = None, name: str | None = None) -> int:
     """Runs a command and gives its exit code; whatever goes wrong ends as one sentence on stderr."""
     state: dict[str, bool] = {}
+    _print_any_name()
     try:
         result = command.main(args=arguments, prog_name=name or command.name, obj=state, standalone_mode=False)
         sys.stdout.flush()
@@ -84,6 +86,12 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         if state.get("traceback"):
             traceback.print_exc()
         return _explain(error, state)
+
+
+def _print_any_name() -> None:
+    """Lets stdout escape what its encoding lacks: one name of a file must not end a run (cp1252 on Windows)."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _explain(error: Exception, state: Mapping[str, bool]) -> int:

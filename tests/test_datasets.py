@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from mdps.benchmarks.datasets import find_categories
-from mdps.benchmarks.layouts import IMAGE_SUFFIXES, natural
+from mdps.benchmarks.layouts import natural
 from mdps.runtime.errors import ImageError, UsageError
-from mdps.serving import inputs
 
 
 def draw(path, size=(6, 4)):
@@ -338,10 +337,6 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path):
             find_categories(tmp_path)
     finally:
         (tmp_path / "test" / "crack").chmod(0o755)
-
-
-def test_images_have_the_endings_that_predict_takes():
-    assert IMAGE_SUFFIXES == inputs.IMAGE_SUFFIXES
 
 
 @pytest.mark.parametrize(

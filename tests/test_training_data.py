@@ -15,7 +15,7 @@ from mdps.training import ArraySource, CropSource, FileSource, FolderSource, fit
 from mdps.training.draw import draw_batch, draw_timestep, image_index
 from mdps.training.loss import to_unit
 from mdps.training.samples import Reconstructions
-from mdps.training.sources import image_files
+from mdps.training.sources import images_below
 from mdps.training.state import TrainingState
 from mdps.training.vary import vary
 
@@ -47,7 +47,7 @@ def test_a_folder_is_seen_as_the_detector_sees_it(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     preprocessing = Preprocessing(image_size=(8, 8))
     source = FolderSource(tmp_path, preprocessing)
-    assert [path.name for path in image_files(tmp_path)] == ["a.PNG", "b.png", "c.bmp"]
+    assert [path.name for path in images_below(tmp_path)] == ["a.PNG", "b.png", "c.bmp"]
     np.testing.assert_allclose(
         to_unit(torch.from_numpy(source.images))[1].numpy(), preprocessing(tmp_path / "b.png"), atol=1e-6
     )

@@ -24,7 +24,7 @@ from mdps.training.loss import loss_weights, noise_losses
 from mdps.training.meter import Meter
 from mdps.training.progress import Progress, progress_of
 from mdps.training.samples import Reconstructions
-from mdps.training.sources import ArraySource, FileSource, Source, image_files
+from mdps.training.sources import ArraySource, FileSource, Source, images_below
 from mdps.training.state import TrainingState
 from mdps.training.stop import StoppedError, StopSignal
 
@@ -74,7 +74,7 @@ def fit(
 def as_source(images: Given, preprocessing: Preprocessing) -> Source:
     """The source that `images` stand for; what is odd about image files becomes warnings."""
     if isinstance(images, Path):
-        source = FileSource(image_files(images), preprocessing, str(images))
+        source = FileSource(images_below(images), preprocessing, str(images))
     elif isinstance(images, Sequence):
         source = FileSource(images, preprocessing)
     else:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import ImageError, UsageError
+from mdps.runtime.image_files import image_files
 from mdps.runtime.preprocessing import Preprocessing, to_uint8
 
 Images = NDArray[np.uint8]
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 FEWEST = 2  # one image has no distribution
 
 
@@ -72,7 +72,7 @@ class FolderSource(FileSource):
     """All images below a folder, as `FileSource` reads them; UsageError for a folder that is absent."""
 
     def __init__(self, folder: Path, preprocessing: Preprocessing) -> None:
-        super().__init__(image_files(folder), preprocessing, str(folder))
+        super().__init__(images_below(folder), preprocessing, str(folder))
 
 
 class CropSource:
@@ -97,12 +97,11 @@ class CropSource:
         return self.picture[top : top + height, left : left + width]
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Image files below `folder` in the order of their names, hidden ones left out; UsageError if it is no folder."""
+def images_below(folder: Path) -> list[Path]:
+    """`image_files` of `folder` in the order of their whole paths; UsageError if it is no folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the folder that holds the images of good parts")
-    files = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(image_files(folder))
 
 
 def _read_all(paths: Sequence[Path], preprocessing: Preprocessing) -> Images:

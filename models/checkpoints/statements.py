@@ -58,7 +58,7 @@ def read_sidecar(path: Path) -> Statement | None:
     for sidecar in (path.with_name(path.name + ".json"), path.with_suffix(".json")):
         if sidecar.is_file():
             try:
-                return parse_description(json.loads(sidecar.read_text(encoding="utf-8")), f"sidecar {sidecar.name}")
+                return parse_description(json.loads(sidecar.read_text(encoding="utf-8-sig")), f"sidecar {sidecar.name}")
             except (ValueError, OSError) as error:
                 raise CheckpointError(f"has a sidecar {sidecar.name} that is no JSON ({error}): mend it") from None
     return None

@@ -106,7 +106,7 @@ def _token(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get("MDPS_TOKEN")
     try:
-        token = file.read_text(encoding="utf-8").strip()
+        token = file.read_text(encoding="utf-8-sig").strip()  # Notepad and PowerShell put a mark in front
     except (OSError, UnicodeError) as error:
         raise click.UsageError(f"--token-file {file} cannot be read: {error}") from error
     if len(token) < _FEW:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.runtime.errors import ImageError
+from mdps.runtime.pictures import check_single
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.http.refusals import Refusal, too_large
 
@@ -16,7 +17,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
 
 
 def open_image(data: bytes, max_pixels: int) -> Image.Image:
-    """An image that is not decoded yet. Refusal 413 for more than `max_pixels`, 400 for what is no image."""
+    """An image that is not decoded yet. Refusal 413 for more than `max_pixels`, 400 for what is no one image."""
     if not data:
         raise _bad("the image is empty")
     try:
@@ -28,6 +29,10 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     except Exception as error:  # decoders raise nearly every type on a damaged file
         raise _bad(f"this is no {', '.join(FORMATS)} image, or a damaged one") from error
     check_pixels(image.size, max_pixels)
+    try:
+        check_single(image, "the image")
+    except ImageError as error:
+        raise _bad(str(error)) from error
     return image
 
 
