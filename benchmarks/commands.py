@@ -9,6 +9,7 @@ import click
 
 from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
+from mdps.benchmarks.trade_command import trade
 from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
 from mdps.serving.terminal import SOME_FAILED, needs, print_values, spoken_warnings
 
@@ -184,4 +185,4 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     return 0 if any(row.median_ms is not None for row in result.rows) else 1
 
 
-COMMANDS = (evaluate, peers, reproduce, sweep, demo, bench)
+COMMANDS = (evaluate, peers, reproduce, sweep, trade, demo, bench)

@@ -1,5 +1,6 @@
 """The first pass of a run that went on to a second one, evaluated without being computed again."""
 
+import io
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from mdps.benchmarks.judges import BundleJudge
 from mdps.benchmarks.looks import Box, Look
+from mdps.runtime.atomic import write_bytes
 from mdps.runtime.pipeline import Inspection
 
 
@@ -25,6 +27,24 @@ class TwoPasses(BundleJudge):
         for look in super().looks(paths):
             self.first.append(look if isinstance(look, str) else _first(look, *told.popleft()))
             yield look
+
+
+class Mapped(TwoPasses):
+    """Remembers the maps of both passes, for whoever compares maps of several runs."""
+
+    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
+        """As the bundle's judge; the last pass's maps are in `last`, None for a picture that could not be judged."""
+        self.last: list[NDArray[np.float32] | None] = []
+        for look in super().looks(paths):
+            self.last.append(None if isinstance(look, str) else look.anomaly_map)
+            yield look
+
+    def save(self, path: Path) -> None:
+        """Writes `last` and `first`, [n, h, w] each, NaN where there is none, into one compressed npz file."""
+        first = [None if isinstance(look, str) else look.anomaly_map for look in self.first]
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, last=_stacked(self.last), first=_stacked(first))
+        write_bytes(path, buffer.getvalue())
 
 
 class Remembered:
@@ -48,6 +68,11 @@ class Remembered:
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
         """Score and map of the pictures that could be judged."""
         return ((look.score, look.anomaly_map) for look in self.looks(paths) if not isinstance(look, str))
+
+
+def _stacked(maps: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
+    blank = np.full_like(next(one for one in maps if one is not None), np.nan)
+    return np.stack([blank if one is None else one for one in maps])
 
 
 def _each(found: Inspection) -> Iterator[tuple[float, NDArray[np.float32]]]:

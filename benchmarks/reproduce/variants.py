@@ -7,7 +7,7 @@ from typing import Any
 from mdps.benchmarks.reproduce.paper import method_label
 from mdps.runtime.errors import UsageError
 from mdps.runtime.records import Record
-from mdps.runtime.settings import Settings
+from mdps.runtime.settings import PassSettings, Settings
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 OWN_METHODS = {"1": ("anoddpm", "autoddpm"), "2": ("anoddpm", "autoddpm"), "3": ("autoddpm",)}
@@ -28,17 +28,32 @@ class Changes(Record):
 
     guidance_scale: float | None = None
     samples: int | None = None
+    steps: int | None = None
+    seed: int | None = None
 
     def __call__(self, settings: Settings) -> Settings:
-        """`settings` with both passes at the guidance scale, and the number of posterior samples."""
+        """`settings` with both passes at the guidance scale and of so many steps, the posterior samples, the seed."""
         sampler = settings.sampler
+        if self.steps is not None:
+            first = with_steps(sampler.first_pass, self.steps)
+            masked = sampler.masked_pass and with_steps(sampler.masked_pass, self.steps)
+            sampler = replace(sampler, first_pass=first, masked_pass=masked)
         if self.guidance_scale is not None:
             first = replace(sampler.first_pass, guidance_scale=self.guidance_scale)
             masked = sampler.masked_pass and replace(sampler.masked_pass, guidance_scale=self.guidance_scale)
             sampler = replace(sampler, first_pass=first, masked_pass=masked)
         if self.samples is not None:
             sampler = replace(sampler, samples=self.samples)
+        if self.seed is not None:
+            sampler = replace(sampler, seed=self.seed)
         return replace(settings, sampler=sampler)
+
+
+def with_steps(one: PassSettings, steps: int) -> PassSettings:
+    """A pass of N = `steps`; by the paper's index from the largest noise level below its own that N divides."""
+    if one.skip is not None:
+        return replace(one, skip=-(-one.noise_level // steps))
+    return replace(one, steps=steps, noise_level=max(steps, one.noise_level - one.noise_level % steps))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""The ways of spending time that are compared, each a variant that `reproduce.runner` runs once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mdps.benchmarks.reproduce.variants import Changes, Variant
+
+EXACT, FREE, DDAD = "exact", "jacobian-free", "ddad"
+GRADIENTS = (EXACT, FREE, DDAD)
+PRECISIONS = {"int8-features": "int8 feature network", "fp16-weights": "weights stored in fp16"}
+OTHER_SEED = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way: a gradient, N steps a pass, one pass or two, and what is reduced ("" or one of PRECISIONS).
+
+    `scale` is the gradient's guidance scale, None for the bundle's own; `seed` None for the bundle's own.
+    """
+
+    gradient: str
+    steps: int
+    mask_pass: bool = True
+    precision: str = ""
+    scale: float | None = None
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For programs: such as "exact_10", "jacobian-free_5_one_pass"."""
+        parts = [self.gradient, str(self.steps), "" if self.mask_pass else "one_pass", self.precision]
+        parts.append("" if self.seed is None else f"seed_{self.seed}")
+        return "_".join(part for part in parts if part)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        parts = [self.gradient, f"N = {self.steps}", "" if self.mask_pass else "no mask pass"]
+        parts += [PRECISIONS.get(self.precision, ""), "" if self.seed is None else f"seed {self.seed}"]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def variant(self) -> Variant:
+        """What the runner runs; with one pass, the first of a run of two."""
+        export = {"gradient": self.gradient} | ({"precision": self.precision} if self.precision else {})
+        changes = Changes(guidance_scale=self.scale, steps=self.steps, seed=self.seed)
+        return Variant(self.name, self.label, changes, export, first_pass=not self.mask_pass)
+
+
+def choices(
+    steps: Sequence[int],
+    equal_time: Mapping[str, Sequence[int]],
+    scales: Mapping[str, float],
+    precisions: Sequence[str],
+) -> tuple[Choice, ...]:
+    """All of them, the reference first: exact with the most of `steps` and both passes.
+
+    `equal_time`: the steps of each gradient that take as long as the exact gradient's. `scales`: guidance scales of
+    gradients whose own the bundle's is not.
+    """
+    most = max(steps)
+    found = [Choice(EXACT, most)]
+    for gradient in GRADIENTS:
+        for count in sorted({*steps, *equal_time.get(gradient, ())}, reverse=True):
+            found += [Choice(gradient, count, both, scale=scales.get(gradient)) for both in (True, False)]
+    found += [Choice(EXACT, most, precision=precision) for precision in precisions]
+    found.append(Choice(EXACT, most, seed=OTHER_SEED))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,344 @@
+"""What a millisecond buys: the ways compared, agreement of maps, times, less precision, and the whole study."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+from scipy.stats import pearsonr, spearmanr
+
+from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.reproduce.variants import Changes, with_steps
+from mdps.benchmarks.trade import precision, study, timing
+from mdps.benchmarks.trade.agreement import agreement
+from mdps.benchmarks.trade.choices import choices
+from mdps.benchmarks.trade.report import markdown
+from mdps.benchmarks.trade.study import Trade, TradeOptions, trade
+from mdps.benchmarks.trade.timing import Clock, Way, steps_within
+from mdps.cli import cli
+from mdps.export import ExportOptions, export_bundle
+from mdps.models.checkpoints import LoadOptions
+from mdps.runtime import UsageError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.session import open_session
+from mdps.runtime.settings import PassSettings, paper_settings, reference_settings
+from mdps.serving import terminal
+
+CHOICES: dict[str, Any] = {"image_size": 32, "backbone": "random_tiny", "noise_level": 10, "feature_size": 32}
+
+
+@pytest.fixture(scope="module")
+def category(write_category: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Category:
+    root = tmp_path_factory.mktemp("data") / "bottle"
+    write_category(root, good=2, defective=2)
+    (found,) = find_categories(root)
+    return found
+
+
+# Ways
+
+
+def test_the_reference_comes_first_and_no_way_twice() -> None:
+    equal = {"jacobian-free": [6, 10, 20], "ddad": [5, 10, 20]}
+    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features",))
+    assert (found[0].name, found[0].label) == ("exact_10", "exact, N = 10")
+    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 2
+    names = {choice.name: choice for choice in found}
+    assert names["ddad_20_one_pass"].variant.first_pass
+    assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
+    assert names["jacobian-free_6"].variant.changes.guidance_scale is None
+    assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "precision": "int8-features"}
+    assert names["exact_10_seed_1"].variant.changes.seed == 1
+
+
+def test_steps_that_do_not_divide_the_noise_level_lower_it_a_little() -> None:
+    one = PassSettings(noise_level=200, guidance_scale=1.0, steps=10)
+    assert [(with_steps(one, n).noise_level, with_steps(one, n).steps) for n in (3, 5, 10, 300)] == [
+        (198, 3), (200, 5), (200, 10), (300, 300),
+    ]  # fmt: skip
+    reference = reference_settings(1, 0, 2, 200, 250, 20, 0.1)
+    changed = Changes(steps=3, seed=7)(reference).sampler
+    assert [(one.noise_level, one.skip) for one in changed.passes] == [(200, 67), (250, 84)]
+    assert changed.seed == 7
+    both = Changes(steps=4)(paper_settings()).sampler.passes
+    assert [one.steps for one in both] == [4, 4]
+
+
+def test_steps_of_equal_time_come_from_a_line_through_two_measurements() -> None:
+    assert steps_within(100.0, (3, 19.0), (10, 54.0), 200) == 20  # 19.2 steps; 20 divides 200 and is near
+    assert steps_within(40.0, (3, 19.0), (10, 54.0), 200) == 8  # 7.2 steps; 8 takes a tenth more
+    assert steps_within(40.0, (3, 19.0), (10, 54.0), 199) == 7
+    assert steps_within(1.0, (3, 19.0), (10, 54.0), 199) == 1
+
+
+# Agreement
+
+
+def test_agreement_is_the_mean_of_scipys_correlations_of_each_image() -> None:
+    rng = np.random.default_rng(0)
+    one = rng.normal(size=(5, 6, 7)).astype(np.float32)
+    other = (one + rng.normal(size=one.shape)).astype(np.float32)
+    other[2, :2] = one[2, :2] = 0.5  # ties
+    one[3], other[4, 0, 0] = 1.0, np.nan  # one map says nothing, one was not made
+    found = agreement(one, other)
+    assert found is not None
+    used = [(one[i].ravel(), other[i].ravel()) for i in range(3)]
+    assert found.pearson == pytest.approx(np.mean([pearsonr(a, b).statistic for a, b in used]))
+    assert found.spearman == pytest.approx(np.mean([spearmanr(a, b).statistic for a, b in used]))
+    assert found.lowest == pytest.approx(min(pearsonr(a, b).statistic for a, b in used))
+    assert found.images == 3
+    assert agreement(one[3:4], one[3:4]) is None
+    with pytest.raises(UsageError, match="only maps of the same images"):
+        agreement(one, other[:2])
+
+
+# Times
+
+
+def test_every_way_is_timed_once_a_round_on_the_same_image_with_its_own_settings(
+    tiny_bundle: Path, category: Category, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[tuple[int | None, bytes]] = []
+
+    def note(detector: Any, image: np.ndarray) -> float:
+        seen.append((detector.settings.sampler.first_pass.steps, image.tobytes()))
+        return float(len(seen))
+
+    monkeypatch.setattr(timing, "_ms", note)
+    settings = Manifest.read(tiny_bundle).settings
+    ways = [Way(f"{n}", tiny_bundle, Changes(steps=n)(settings)) for n in (1, 2, 3)]
+    pictures = [sample.path for sample in category.test[:2]]
+    clock = Clock(pictures, 4, "onnxruntime", 1)
+    found = clock.kept(ways, tmp_path / "times.json")
+    rounds = [seen[3 * i : 3 * i + 3] for i in range(5)]
+    assert all(sorted(n for n, _ in one if n) == [1, 2, 3] and len({image for _, image in one}) == 1 for one in rounds)
+    assert [one[0][1] == rounds[1][0][1] for one in rounds[1:]] == [True, False, True, False]
+    assert sorted(value for values in found.values() for value in values) == list(range(4, 16))
+    assert clock.kept(ways, tmp_path / "times.json") == found
+    assert len(seen) == 15
+    replace(clock, rounds=1).kept(ways, tmp_path / "times.json")
+    assert len(seen) == 21
+
+
+def test_shared_graphs_compute_what_a_bundle_of_its_own_does(tiny_bundle: Path, category: Category) -> None:
+    settings = Changes(steps=2)(Manifest.read(tiny_bundle).settings)
+    path = category.test[-1].path
+    with contextlib.ExitStack() as opened:
+        clock = Clock([path], 1, "onnxruntime", 1)
+        ways = [Way("other", tiny_bundle, Manifest.read(tiny_bundle).settings), Way("two", tiny_bundle, settings)]
+        detectors = clock._open(ways, opened)
+        found = detectors["two"](path).score
+    with BundleJudge(tiny_bundle, changes=Changes(steps=2), threads=1) as judge:
+        ((wanted, _),) = judge([path])
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# Less precision
+
+
+@pytest.fixture(scope="module")
+def real_features(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with the trained feature network, at its smallest."""
+    load_options = LoadOptions(image_size=32)
+    options = ExportOptions(noise_level=10, steps=1, mask_pass=False, feature_size=64, load=load_options)
+    return export_bundle(small_checkpoint, tmp_path_factory.mktemp("real") / "bundle", options)
+
+
+def test_int8_features_are_near_and_the_same_on_both_ways(
+    real_features: Path, category: Category, tmp_path: Path
+) -> None:
+    good = category.train[:3]
+    change = lambda folder, manifest: precision.quantise_features(folder, manifest, good)  # noqa: E731
+    precision.reduce_bundle(real_features, tmp_path / "int8", change)
+    manifest = Manifest.read(tmp_path / "int8")  # which checks every file
+    assert manifest.name == "int8"
+    kinds = {node.op_type for node in onnx.load(tmp_path / "int8" / "score.onnx").graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= kinds
+    assert sum(f.stat().st_size for f in (tmp_path / "int8").glob("features*")) < 0.4 * sum(
+        f.stat().st_size for f in real_features.glob("features*")
+    )
+    full, reduced = (features_and_self_distance(folder, good[0]) for folder in (real_features, tmp_path / "int8"))
+    for one, other in zip(full[0], reduced[0], strict=True):
+        cosine = (one * other).sum(axis=1)
+        assert 0.9 < cosine.mean() < 0.99999  # near, and not the same
+    assert full[1].max() < 1e-5
+    assert reduced[1].max() < 1e-3  # an image is no different from itself
+
+
+def features_and_self_distance(bundle: Path, picture: Path) -> tuple[list[np.ndarray], np.ndarray]:
+    """Features of a picture, and its map when it is its own posterior sample."""
+    manifest = Manifest.read(bundle)
+    image = manifest.preprocessing(picture)[None]
+    run = {role: onnxruntime.InferenceSession(str(bundle / f"{role}.onnx")) for role in ("features", "score")}
+    features = run["features"].run(None, {"image": image})
+    feeds = {f"observation_features_{i + 1}": feature for i, feature in enumerate(features)}
+    scalars = {name: np.float32(0) for name in ("mask_lambda", "mask_low", "mask_high", "mask_frozen")}
+    feeds |= {"posterior_samples": image[None], "observation": image, **{k: np.asarray(v) for k, v in scalars.items()}}
+    return features, run["score"].run(["anomaly_map"], feeds)[0]
+
+
+def test_weights_in_fp16_are_those_weights_rounded_and_all_else_is_the_same(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundles = precision.PreciseBundles(tmp_path, {}, lambda _: None, ())
+    precision.reduce_bundle(tiny_bundle, tmp_path / "half", bundles._fp16)
+    name = "guided_step.onnx"
+    full, half = onnx.load(tiny_bundle / name), onnx.load(tmp_path / "half" / name)
+    wanted = {tensor.name: numpy_helper.to_array(tensor) for tensor in full.graph.initializer}
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in half.graph.initializer}
+    halves = {key for key in stored if key.endswith(".half")}
+    assert halves
+    for key, values in wanted.items():
+        kept = stored.get(f"{key}.half", stored.get(key))
+        assert kept is not None
+        rounded = values.astype(np.float16) if f"{key}.half" in halves else values
+        np.testing.assert_array_equal(kept, rounded)
+    one, other = (denoised(folder) for folder in (tiny_bundle, tmp_path / "half"))
+    assert 1e-5 < np.abs(one - other).max() < 1e-2 * np.abs(one).max()
+
+
+def denoised(bundle: Path) -> np.ndarray:
+    """What a plain step of the bundle makes of an edge."""
+    image = np.full((1, 3, 32, 32), 0.2, np.float32)
+    image[..., 10:20, 10:20] = -0.5
+    feeds = {"x_t": image, "observation": image, "mask": np.ones_like(image[:, :1]), "noise": 0 * image}
+    feeds |= {name: np.float32(v) for name, v in (("timestep", 99), ("alpha_t", 0.6), ("alpha_s", 0.7), ("sigma_t", 0))}
+    with contextlib.closing(open_session(bundle / "plain_step.onnx", threads=1)) as session:
+        return session.run({name: np.asarray(feeds[name]) for name in session.inputs})["eps"]
+
+
+def test_what_cannot_be_reduced_is_told(small_checkpoint: Path, tmp_path: Path) -> None:
+    made = {**CHOICES, "stages": (), "eta": 1.0, "steps": 1, "backbone": None}
+    bundles = precision.PreciseBundles(tmp_path, made, lambda _: None, ())
+    with pytest.raises(UsageError, match="no feature network to quantise"):
+        bundles.get(small_checkpoint, "disc", {"precision": "int8-features"})
+
+
+# The whole study
+
+
+@pytest.fixture(scope="module")
+def options() -> TradeOptions:
+    return TradeOptions(
+        steps=(1, 2), precisions=("fp16-weights",), rounds=2, threads=1, choices=CHOICES, command="mdps trade x"
+    )
+
+
+@pytest.fixture(scope="module")
+def found(
+    small_checkpoint: Path, category: Category, options: TradeOptions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Trade]:
+    out = tmp_path_factory.mktemp("trade")
+    return out, trade(small_checkpoint, category, out, options)
+
+
+def test_the_study_measures_every_way(found: tuple[Path, Trade]) -> None:
+    out, result = found
+    reference, *others = result.rows
+    assert (reference.name, reference.passes, reference.ratio_to_reference) == ("exact_2", 2, 1.0)
+    assert reference.agreement is not None
+    assert reference.agreement.pearson == pytest.approx(1.0)
+    by_name = {row.name: row for row in result.rows}
+    assert {"exact_1_one_pass", "jacobian-free_2", "ddad_1", "exact_2_fp16-weights", "exact_2_seed_1"} <= set(by_name)
+    assert by_name["exact_2_seed_1"].median_ms is None
+    for row in others:
+        assert row.images == 4
+        assert row.provenance["checkpoint"] == reference.provenance["checkpoint"]
+        assert 0 <= row.metrics["image_auroc"] <= 1
+        assert row.intervals["pixel_auroc"][0] <= row.metrics["pixel_auroc"] <= row.intervals["pixel_auroc"][1]
+        assert row.runs == (0 if row.name.endswith("seed_1") else 2)
+    agreed = by_name["exact_2_fp16-weights"].agreement
+    assert agreed is not None
+    assert 0.99 < agreed.pearson < 1
+    saved = json.loads((out / "trade.json").read_text())
+    assert saved == json.loads(json.dumps(result.to_json()))
+    assert "| exact, N = 2 |" in (out / "trade.md").read_text()
+    assert (out / "trade.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_pass_of_a_run_is_the_way_without_a_mask(
+    found: tuple[Path, Trade], small_checkpoint: Path, category: Category
+) -> None:
+    out, result = found
+    (row,) = [row for row in result.rows if row.name == "jacobian-free_2_one_pass"]
+    bundle = next(
+        path.parent
+        for path in (out / "bundles").glob("*/manifest.json")
+        if Manifest.read(path.parent).settings.sampler.gradient == "jacobian-free"
+    )
+    one_pass = lambda s: replace(s, sampler=replace(Changes(steps=2)(s).sampler, masked_pass=None))  # noqa: E731
+    with BundleJudge(bundle, changes=one_pass, threads=1) as judge:
+        scores = [score for score, _ in judge([sample.path for sample in category.test])]
+    assert row.metrics["image_auroc"] == pytest.approx(auroc([s.defective for s in category.test], scores))
+
+
+def test_pairs_compare_at_equal_steps_and_at_equal_time(found: tuple[Path, Trade]) -> None:
+    _, result = found
+    kinds = [pair.kind for pair in result.pairs]
+    assert kinds.count("equal steps") == 2 * 2
+    assert kinds.count("equal time") == 2 * 2
+    assert {"fewer steps", "no mask pass", "less precision", "another seed"} <= set(kinds)
+    by_label = {row.label: row for row in result.rows}
+    for pair in result.pairs:
+        one, other = by_label[pair.one], by_label[pair.other]
+        difference = one.metrics["pixel_auroc"] - other.metrics["pixel_auroc"]
+        assert pair.found["pixel_auroc"].value == pytest.approx(difference, abs=2e-3)  # counts are binned
+        if pair.time is not None and one.median_ms and other.median_ms:
+            assert pair.time == pytest.approx(one.median_ms / other.median_ms)
+
+
+def test_a_study_that_was_made_is_not_made_again(
+    found: tuple[Path, Trade], small_checkpoint: Path, category: Category, options: TradeOptions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out, result = found
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("mdps.benchmarks.reproduce.runner.evaluate", never)
+    monkeypatch.setattr(Clock, "measure", never)
+    again = trade(small_checkpoint, category, out, options)
+    assert [row.metrics for row in again.rows] == [row.metrics for row in result.rows]
+    assert [row.median_ms for row in again.rows] == [row.median_ms for row in result.rows]
+
+
+def test_what_the_study_cannot_do_is_refused(small_checkpoint: Path, category: Category, tmp_path: Path) -> None:
+    for wrong, words in (
+        ({"steps": (5,)}, "at least two"),
+        ({"steps": (0, 5)}, "at least one step"),
+        ({"precisions": ("int4",)}, "no precision 'int4'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            TradeOptions(**wrong)  # type: ignore[arg-type]
+    for chosen in (ExportOptions(guidance_scale=0.0), ExportOptions(mask_pass=False)):
+        with pytest.raises(UsageError, match="lacks one"):
+            study._check(chosen.settings((32, 32)))
+    with pytest.raises(UsageError, match="no test images"):
+        trade(small_checkpoint, replace(category, test=()), tmp_path, TradeOptions())
+
+
+def test_the_command_asks_for_what_was_given(
+    category: Category, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    found: tuple[Path, Trade], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked: list[Any] = []
+    monkeypatch.setattr(study, "trade", lambda *given, **_: asked.append(given) or found[1])
+    command = ["trade", str(small_checkpoint), str(category.root), "--out", str(tmp_path), "--steps", "2,5"]
+    assert terminal.run(cli, [*command, "--precision", "none", "--eta", "1", "--ddad-w", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "exact_2"
+    ((ckpt, chosen, out, options),) = asked
+    assert (ckpt, chosen.name, out) == (small_checkpoint, "bottle", tmp_path)
+    assert (options.steps, options.precisions, options.ddad_scale) == ((2, 5), (), 3.0)
+    assert options.choices["eta"] == 1.0
+    assert not {"gradient", "steps", "mask_pass", "method"} & options.choices.keys()
+    assert terminal.run(cli, command) == 0
+    assert asked[1][3].precisions == ("int8-features", "fp16-weights")
+    assert markdown(found[1]).startswith("# What a millisecond buys")
