@@ -23,6 +23,7 @@ from mdps.serving.options import (
     THREADS,
     TRACEBACK,
     export_choices,
+    plan_choices,
     training_choices,
 )
 from mdps.serving.terminal import needs, print_values, run, spoken_warnings
@@ -139,7 +140,8 @@ Examples:
   mdps export --ckpt denoiser.pt --out bundle --image-size 256 --num-heads 4
   mdps export --ckpt model/ --out bundle --preset mvtec/bottle --backbone-weights wide_resnet101_2.pth
   mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5
-  mdps export --ckpt denoiser.pt --out bundle --calibrate good/ --single-file"""
+  mdps export --ckpt denoiser.pt --out bundle --calibrate good/ --single-file
+  mdps export --ckpt denoiser.pt --out bundle --precision fp16 --backend tensorrt-rtx"""
 )
 @click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint file or diffusers folder.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle [default: beside the checkpoint].")
@@ -149,6 +151,7 @@ Examples:
 @FALSE_ALARM_RATE
 @click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
 @export_choices
+@plan_choices
 @TRACEBACK
 def export(
     ckpt: Path,
@@ -166,7 +169,7 @@ def export(
     """
     if mode and (mode == "reference") != (choices["preset"] is not None):
         raise click.UsageError("--mode reference takes its numbers from a --preset, and --mode paper has no preset")
-    _check_before_export(good, one_file, choices["guidance_backend"])
+    _check_before_export(good, one_file, choices["guidance_backend"], choices["precision"])
     with needs("export", "cpu"):
         from mdps.export import ExportOptions, export_bundle
         from mdps.models.checkpoints import LoadOptions
@@ -191,8 +194,10 @@ def export(
         _write_single_file(bundle, None, "default")
 
 
-def _check_before_export(good: Path | None, one_file: bool, guidance_backend: str) -> None:
+def _check_before_export(good: Path | None, one_file: bool, guidance_backend: str, precision: str) -> None:
     """What would fail after an export of minutes, said before it."""
+    if good is not None and precision == "bf16":
+        raise click.UsageError("--calibrate runs on the CPU, which has no bf16: calibrate on the machine with the card")
     if one_file and good is None:
         raise click.UsageError(
             "--single-file needs a calibration, or it could give no verdict: add --calibrate GOOD_FOLDER, or run "

@@ -4,18 +4,23 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import onnx
 import torch
 from torch import Tensor, nn
 
+from mdps.export.emulate import emulated_bundle
+from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
 from mdps.export.linearize import prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import check_parity
+from mdps.export.plans import add_plans
+from mdps.export.precision import LayerErrors, Precision, in_precision, layer_errors
 from mdps.export.score import Features, Score
 from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
@@ -62,15 +67,19 @@ def export_bundle(
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
+    builder = options.backend and Builder.of(options.backend, options.compute_capability, options.precision)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
-        writer = _Writer(folder, denoiser, settings, preprocessing, say)
+        writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
         writer.steps(options.guidance_backend)
         writer.scoring(backbone)
         manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity={})
         say("comparing with the torch oracle")
         parity = _parity(folder, manifest, denoiser, backbone)
-        writer.manifest(out.name, options.guidance_backend, backbone, parity).write(folder)
+        manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity)
+        if builder:
+            manifest = add_plans(folder, manifest, builder, options.max_batch, say)
+        manifest.write(folder)
     return out
 
 
@@ -124,14 +133,19 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
 
 
 def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None) -> dict[str, Any]:
+    precision = manifest.network["precision"]
     with ExitStack() as opened:
+        if precision == "bf16":  # ONNX Runtime's CPU provider has no kernels for it
+            emulated = Path(opened.enter_context(TemporaryDirectory()))
+            emulated_bundle(folder, manifest, emulated)
+            folder = emulated
         pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
         variants = [
             (_opened(folder / graph.file, "onnxruntime", opened), _opened(folder / file, backend, opened))
             for graph in manifest.graphs.values()
             for backend, file in graph.variants.items()
         ]
-        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants)
+        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants, precision)
 
 
 def _opened(path: Path, backend: str, stack: ExitStack) -> Session:
@@ -145,15 +159,23 @@ class _Writer:
     """Fills a folder; remembers which graph is in which file."""
 
     def __init__(
-        self, folder: Path, denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing, say: Say
+        self,
+        folder: Path,
+        denoiser: Denoiser,
+        settings: Settings,
+        preprocessing: Preprocessing,
+        say: Say,
+        precision: Precision = "fp32",
     ) -> None:
-        self.folder, self.denoiser, self.settings, self.preprocessing, self.say = (
+        self.folder, self.denoiser, self.settings, self.preprocessing, self.say, self.precision = (
             folder,
             denoiser,
             settings,
             preprocessing,
             say,
+            precision,
         )
+        self.layers: LayerErrors = {}
         self.graphs: dict[str, GraphEntry] = {}
         self.nodes: dict[str, dict[str, int]] = {}
 
@@ -162,7 +184,10 @@ class _Writer:
         scales = [one.guidance_scale for one in self.settings.sampler.passes]
         sampler = self.settings.sampler
         rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient, self.denoiser.prediction)
-        network = self.denoiser.network
+        network = in_precision(self.denoiser.network, self.precision)
+        if self.precision != "fp32":
+            self.say(f"comparing the layers in {self.precision} with float32")
+            self.layers = layer_errors(self.denoiser.network, self.precision, self._image(1), torch.tensor(99.0))
         weights = WeightStore(self.folder / "denoiser.weights")
         if backend == "traced" and any(scales):
             self._traced(network)
@@ -204,7 +229,12 @@ class _Writer:
             schema_version=SCHEMA_VERSION,
             name=name,
             settings=self.settings,
-            network={"format": report.format, "parameters": report.parameters, **self.denoiser.config.to_json()}
+            network={
+                "format": report.format,
+                "parameters": report.parameters,
+                "precision": self.precision,
+                **self.denoiser.config.to_json(),
+            }
             | hashes
             | ({"trained_noise": noise} if (noise := _trained_noise(self.denoiser)) else {}),
             schedule=self.denoiser.schedule,
@@ -214,7 +244,7 @@ class _Writer:
             files=hash_files(self.folder),
             graphs=self.graphs,
             versions=versions("torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"),
-            parity={"checks": parity, "nodes": self.nodes},
+            parity={"checks": parity, "nodes": self.nodes} | ({"layers": self.layers} if self.layers else {}),
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
             guidance_backend=backend,
         )

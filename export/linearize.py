@@ -3,6 +3,9 @@
 `linearize(network, x, timestep)` returns the output and a pullback g -> J^T g (J = d output / d x). Both are plain
 tensor arithmetic, so recording the two gives a graph without autograd: its batch is dynamic, the normalised activations
 are shared by both halves, and no weight gradient is computed. Each rule is tested against autograd.
+
+The convolutions' type is the blocks' type: with half-precision ones (`precision.in_precision`) activations and
+gradients between them are half too, while norms, softmax and the time embedding compute in float32.
 """
 
 import torch
@@ -27,9 +30,11 @@ def prepare_input_gradients(network: nn.Module) -> nn.Module:
 def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROUPED) -> Linear:
     """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`.
 
-    A pullback that is not called costs nothing, in torch and in a recorded graph.
+    x, the output and both ends of the pullback are float32, whatever the blocks compute in. A pullback that is not
+    called costs nothing, in torch and in a recorded graph.
     """
     emb = network.embed(timestep)
+    x = x.to(network.out[2].weight.dtype)
     encoder: list[Pullback] = []
     skips: list[Tensor] = []
     for block in network.input_blocks:
@@ -46,7 +51,7 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROU
     x, conv = _conv(network.out[2], x)
 
     def pull(g: Tensor) -> Tensor:
-        g = norm(conv(g))
+        g = norm(conv(g.to(x.dtype)))
         skip_gradients: list[Tensor] = []
         for pullback, channels in reversed(decoder):
             joint = pullback(g)
@@ -55,9 +60,9 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROU
         g = middle(g)
         for pullback in reversed(encoder):
             g = pullback(g + skip_gradients.pop())
-        return g
+        return g.float()
 
-    return x, pull
+    return x.float(), pull
 
 
 def _sequential(form: NormForm, block: nn.Module, x: Tensor, emb: Tensor) -> Linear:
@@ -94,12 +99,12 @@ def _res_block(form: NormForm, block: ResBlock, x: Tensor, emb: Tensor) -> Linea
     skip, skip_resample = _resample(block.resample, x)
     h, h_resample = _resample(block.resample, h)
     h, in_conv = _conv(block.in_layers[2], h)
-    time = block.emb_layers(emb)[:, :, None, None]
+    time = block.emb_layers(emb)[:, :, None, None]  # float32
     if block.scale_shift_norm:
         scale, shift = time.chunk(2, dim=1)
         h, out_norm = _norm_silu(form, block.out_layers[0], h, (1 + scale, shift))
     else:
-        h, out_norm = _norm_silu(form, block.out_layers[0], h + time)
+        h, out_norm = _norm_silu(form, block.out_layers[0], h + time.to(h.dtype))
     h, out_conv = _conv(block.out_layers[3], h)
     skip, skip_conv = _conv(block.skip_connection, skip)
 
@@ -117,12 +122,16 @@ def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _norm(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
-    """Group norm; `time` is (factor, shift), both [1, C, 1, 1], applied to its result."""
+    """Group norm; `time` is (factor, shift), both [1, C, 1, 1], applied to its result.
+
+    In float32, its parameters too: squares of half-precision values overflow, and their mean loses its last digits.
+    """
     assert isinstance(norm, nn.GroupNorm)
     gamma, beta = _channels(norm.weight, x), _channels(norm.bias, x)
     if time is not None:
         gamma, beta = gamma * time[0], beta * time[0] + time[1]
-    return form(norm, x, gamma, beta)
+    y, pullback = form(norm, x.float(), gamma, beta)
+    return y.to(x.dtype), lambda g: pullback(g.float()).to(x.dtype)
 
 
 def _norm_silu(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
@@ -179,7 +188,8 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
     qkv = qkv_weight @ normed + _channels(block.qkv.bias, flat)
     q, k, v = split_heads(qkv, block.heads, block.new_order)
     scale = (channels // block.heads) ** -0.5
-    weights = torch.softmax((q.transpose(-1, -2) @ k) * scale, dim=-1)
+    q = q * scale  # before the product, whose sums could overflow in half precision
+    weights = torch.softmax((q.transpose(-1, -2) @ k).float(), dim=-1).to(x.dtype)
     attended = v @ weights.transpose(-1, -2)
     out = flat + proj_weight @ attended.reshape(flat.shape) + _channels(block.proj_out.bias, flat)
 
@@ -188,9 +198,10 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
         g_attended = (proj_weight.t() @ flat_g).reshape(attended.shape)
         g_v = g_attended @ weights
         # The softmax rule needs sum_s dW[t, s] W[t, s], which equals sum_c g[c, t] attended[c, t].
-        inner = (g_attended * attended).sum(dim=-2).unsqueeze(-1)
-        g_logits = weights * (g_attended.transpose(-1, -2) @ v - inner) * scale
-        g_qkv = _join_heads(k @ g_logits.transpose(-1, -2), q @ g_logits, g_v, block.new_order)
+        inner = (g_attended.float() * attended.float()).sum(dim=-2).unsqueeze(-1)
+        g_logits = (weights.float() * ((g_attended.transpose(-1, -2) @ v).float() - inner)).to(x.dtype)
+        g_q = (k @ g_logits.transpose(-1, -2)) * scale
+        g_qkv = _join_heads(g_q, q @ g_logits, g_v, block.new_order)
         return (flat_g + norm_pullback(qkv_weight.t() @ g_qkv)).reshape(g.shape)
 
     return out.reshape(x.shape), pull

@@ -32,6 +32,8 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 def _binary(onnx_name: str, swap: bool = False) -> Operator:
     def operator(g: "Tracer", out: Sequence[Tensor], a: Any, b: Any) -> list[str]:
         like = a if isinstance(a, Tensor) else b
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:  # torch would promote, ONNX not
+            raise TypeError(f"{onnx_name} of {a.dtype} and {b.dtype}: say in the module which type is meant")
         names = [g.name(a, like=like), g.name(b, like=like)]
         return g.emit(onnx_name, names[::-1] if swap else names)
 

@@ -30,11 +30,18 @@ class ExportOptions:
     checkpoint was trained on. `noise_level` is that of the passes which start from the observation; a stitched one
     keeps its own, and takes steps as long as the first pass's. `crop` "input" cuts
     `crop_size` out of the resized image before the network, "metrics" only for evaluation.
+
+    `precision` is that of the denoiser's graphs. `backend` names the library whose plans the bundle holds too, for
+    cards of each `compute_capability` and steps of at most `max_batch` samples.
     """
 
     preset: str | None = None
     method: str | None = None
     guidance_backend: Literal["onnx", "traced"] = "onnx"
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    backend: Literal["tensorrt", "tensorrt-rtx"] | None = None
+    compute_capability: tuple[str, ...] | None = None
+    max_batch: int = 8
     gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
     guidance_norm: Literal["l2", "squared"] | None = None
     guidance_scale: float | None = None
@@ -59,6 +66,17 @@ class ExportOptions:
     crop_size: int | None = None
     roi: tuple[int, int, int, int] | None = None
     load: LoadOptions = field(default_factory=LoadOptions)
+
+    def __post_init__(self) -> None:
+        require(
+            self.precision == "fp32" or self.guidance_backend == "onnx",
+            f"--precision {self.precision} is of ONNX graphs, and --guidance-backend traced makes a torch program of "
+            "the guided step: leave one of them out",
+        )
+        require(
+            self.compute_capability is None or self.backend is not None,
+            "--compute-capability is of engine plans, and none are asked for: add --backend tensorrt-rtx",
+        )
 
     def preprocessing(self, trained: Preprocessing) -> Preprocessing:
         """The way from a picture to the network: as in training, unless told otherwise."""

@@ -1,6 +1,6 @@
 """The gate at the end of an export: what was written must compute what the oracle computes, or there is no bundle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,12 @@ TOLERANCES = {
     "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3, "variants": 1e-4,
 }  # fmt: skip
 """Largest difference over the largest value (at least 1, but for the gradient and the maps); shares for the mask."""
+FP16_TOLERANCES = {
+    "eps": 2e-2, "guidance_gradient": 2e-2, "one_step": 2e-2, "first_map": 5e-2, "mask_disagreement": 5e-2,
+    "posterior_sample": 5e-2, "anomaly_map": 5e-2, "anomaly_score": 5e-2, "variants": 2e-2,
+}  # fmt: skip
+BF16_TOLERANCES = {name: 8 * allowed for name, allowed in FP16_TOLERANCES.items()}  # three bits less
+TOLERANCES_OF = {"fp32": TOLERANCES, "fp16": FP16_TOLERANCES, "bf16": BF16_TOLERANCES}
 DIVERGED = 100.0
 FEW_STEPS = 16  # the longest pass of the authors has 13
 MAP_FLOOR = 1e-2  # one minus a cosine is exact to 1e-7 only: maps of nearly equal images are compared absolutely
@@ -41,6 +47,7 @@ class ParityError(BackendError):
 class Report:
     """Errors found beside their tolerances; `failures` names those outside."""
 
+    tolerances: Mapping[str, float] = field(default_factory=lambda: TOLERANCES)
     errors: dict[str, float] = field(default_factory=dict)
 
     def compare(self, name: str, got: NDArray[Any], wanted: Tensor, floor: float = 1.0) -> None:
@@ -52,10 +59,11 @@ class Report:
     @property
     def failures(self) -> list[str]:
         # written so that NaN fails
-        return [name for name, error in self.errors.items() if not error <= TOLERANCES.get(name, 0.0)]
+        return [name for name, error in self.errors.items() if not error <= self.tolerances.get(name, 0.0)]
 
     def to_json(self) -> dict[str, Any]:
-        return {name: {"error": error, "tolerance": TOLERANCES.get(name, 0.0)} for name, error in self.errors.items()}
+        allowed = self.tolerances
+        return {name: {"error": error, "tolerance": allowed.get(name, 0.0)} for name, error in self.errors.items()}
 
 
 def check_parity(
@@ -64,9 +72,13 @@ def check_parity(
     backbone: Backbone | None,
     size: tuple[int, int],
     variants: Sequence[tuple[Session, Session]] = (),
+    precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Runs every graph beside the oracle on two pictures of noise; the report, or ParityError outside tolerance."""
-    report = Report()
+    """Runs every graph beside the oracle on two pictures of noise; the report, or ParityError outside tolerance.
+
+    The tolerances are those of `precision`; the oracle computes in float32 whatever it is.
+    """
+    report = Report(TOLERANCES_OF[precision])
     pipeline = replace(pipeline, settings=_shortened(pipeline.settings))
     y = _pictures(size)
     eps = eps_of(denoiser.network, denoiser.prediction, denoiser.schedule)
@@ -80,7 +92,7 @@ def check_parity(
         raise ParityError(
             "the exported graphs disagree with the torch oracle, so no bundle was written: "
             + ", ".join(
-                f"{name} off by {report.errors[name]:.2g} (allowed {TOLERANCES.get(name, 0.0):.2g})"
+                f"{name} off by {report.errors[name]:.2g} (allowed {report.tolerances.get(name, 0.0):.2g})"
                 for name in report.failures
             )
         )

@@ -1,5 +1,6 @@
 """One sampling step as a module that records to a graph: everything of the step is inside (docs/architecture.md)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mdps.export.linearize import linearize
-from mdps.export.norms import Grouped, Linear, NormForm
+from mdps.export.norms import Grouped, Linear, NormForm, Pullback
 from mdps.models.unet import UNet
 
 Prediction = Literal["eps", "v", "x0"]
@@ -44,8 +45,9 @@ class Denoiser(nn.Module):
 
     def forward(self, x_t: Tensor, timestep: Tensor, alpha_t: Tensor) -> Tensor:
         p, q = eps_coefficients(self.prediction, alpha_t)
-        # torch's own group norm records to one instance norm, faster still where no pullback shares its values
-        whole = isinstance(self.norms, Grouped)
+        # torch's own group norm records to one instance norm, faster still where no pullback shares its values; it
+        # knows one type only
+        whole = isinstance(self.norms, Grouped) and self.network.out[2].weight.dtype == torch.float32
         output = self.network(x_t, timestep) if whole else linearize(self.network, x_t, timestep, self.norms)[0]
         return output if self.prediction == "eps" else p * x_t + q * output
 
@@ -128,7 +130,16 @@ class GuidedStep(PlainStep):
             return eps, self._direction(x, y, eps, alpha) * torch.rsqrt(alpha)
         eps, pullback = self.denoiser.linearize(x, timestep, alpha)
         u = self._direction(x, y, eps, alpha)
-        return eps, (u - torch.sqrt(1 - alpha) * pullback(u)) * torch.rsqrt(alpha)
+        return eps, (u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)) * torch.rsqrt(alpha)
+
+    def _pulled(self, pullback: Pullback, u: Tensor) -> Tensor:
+        """J^T u. The values of a unit vector lie below what fp16 resolves, so it goes through half blocks enlarged."""
+        if self.denoiser.network.out[2].weight.dtype == torch.float32 or self.rules.guidance_norm != "l2":
+            return pullback(u)
+        scale = 2.0 ** round(
+            math.log2(math.prod(u.shape[1:])) / 2
+        )  # root mean square near 1; a power of two loses nothing
+        return pullback(u * scale) * (1 / scale)
 
     def _direction(self, x: Tensor, y: Tensor, eps: Tensor, alpha: Tensor) -> Tensor:
         x0_hat = (x - torch.sqrt(1 - alpha) * eps) * torch.rsqrt(alpha)

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mdps.export.operators import OPERATORS, UnsupportedOperatorError
+from mdps.export.products import FloatProducts
 
-OPSET = 20
-IR_VERSION = 9
+OPSET, IR_VERSION = 20, 9
+BFLOAT16_OPSET, BFLOAT16_IR_VERSION = 22, 10  # the first in which a convolution may be bfloat16
 _TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
 
 
@@ -126,7 +127,7 @@ def record(
     present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     for name, tensor in present.items():
         tracer.input(tensor, name)
-    with torch.no_grad(), tracer:
+    with torch.no_grad(), FloatProducts(), tracer:
         results = module(*inputs.values())
     nodes = list(tracer.nodes)
     for result, name in zip(results, outputs, strict=True):
@@ -138,7 +139,9 @@ def record(
         [_value(name, tensor, ("batch",)) for name, tensor in zip(outputs, results, strict=True)],
         initializer=list(tracer.constants.values()),
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    wide = all(constant.data_type != TensorProto.BFLOAT16 for constant in tracer.constants.values())
+    opset, ir_version = (OPSET, IR_VERSION) if wide else (BFLOAT16_OPSET, BFLOAT16_IR_VERSION)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     model.producer_name = "mdps"
     return _without_dead_ends(_without_identities(model))
 

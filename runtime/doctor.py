@@ -86,7 +86,7 @@ def diagnose() -> Diagnosis:
         system=f"{platform.system()} {platform.machine()}",
         cpus=available_cpus(),
         cpus_of_host=os.cpu_count() or 1,
-        gpus=_gpus(),
+        gpus=gpus(),
         versions=versions,
         providers=providers,
         problems=tuple(problems),
@@ -162,7 +162,7 @@ def _try_openvino() -> tuple[ProviderCheck, ...]:
     return (_judge(_OPENVINO, result.tolist()),)
 
 
-def _gpus() -> tuple[str, ...]:
+def gpus() -> tuple[str, ...]:
     """One line a GPU, as nvidia-smi gives it; none where there is no such tool or it fails."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
     try:

@@ -1,5 +1,6 @@
 """Options of the commands, in groups; names and ranges only, so that help is quick."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ def export_choices(command: Command) -> Command:
         ),
         click.option("--preset", help="The authors' settings of a category, such as mvtec/bottle."),
         click.option("--guidance-backend", type=click.Choice(["onnx", "traced"]), default="onnx", show_default=True),
+        click.option(
+            "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True,
+            help="What the denoiser computes in; less than fp32 is for GPUs (docs/gpu.md).",
+        ),
         click.option(
             "--gradient", type=click.Choice(["exact", "jacobian-free", "ddad"]),
             help="What guides: the exact gradient, or one without a backward pass at half the cost [default: exact].",
@@ -124,6 +129,34 @@ def export_choices(command: Command) -> Command:
         ),
     )  # fmt: skip
     return _apply(options, command)
+
+
+def plan_choices(command: Command) -> Command:
+    """Which engine plans an export builds, under the names of `ExportOptions`."""
+    options = (
+        click.option(
+            "--backend", type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+            help="Build this library's engine plans too (docs/gpu.md).",
+        ),
+        click.option(
+            "--compute-capability", callback=_capabilities,
+            help="Of the cards the plans are for [default: this machine's card; tensorrt-rtx: 8.6,8.9,12.0].",
+        ),
+        click.option(
+            "--max-batch", type=click.IntRange(1), default=8, show_default=True,
+            help="Posterior samples that the plans' steps take at once, at most.",
+        ),
+    )  # fmt: skip
+    return _apply(options, command)
+
+
+def _capabilities(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    parts = tuple(part.strip() for part in value.split(","))
+    if not all(re.fullmatch(r"\d+\.\d", part) for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of compute capabilities such as 8.6,12.0")
+    return parts
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:

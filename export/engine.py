@@ -1,0 +1,221 @@
+"""One builder of engine plans for TensorRT 10, TensorRT 11 and TensorRT-RTX.
+
+All three take strongly typed networks: precision is in the graph, and no flag changes it. TensorRT builds for the card
+it runs on; TensorRT-RTX for the cards it is told, without having one.
+"""
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mdps.export.engine_graph import parseable
+from mdps.export.engine_types import Types, check_network, engine_types
+from mdps.runtime.atomic import write_bytes
+from mdps.runtime.choice import cache_file
+from mdps.runtime.doctor import gpus
+from mdps.runtime.errors import BackendError, UsageError, require
+
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
+"""Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A serialized plan, the types of its layers' results, and whether an engine or only the network told them."""
+
+    plan: bytes
+    types: Types
+    inspected: str
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A library, ready to build for these compute capabilities; `Builder.of` makes one.
+
+    `options` are what a plan depends on beside the graph, the library and the capabilities.
+    """
+
+    backend: str
+    library: Any
+    capabilities: tuple[str, ...]
+
+    @classmethod
+    def of(cls, backend: str, capabilities: tuple[str, ...] | None = None, precision: str = "fp32") -> "Builder":
+        """`backend` "tensorrt" or "tensorrt-rtx"; without capabilities those of the card, or DEFAULT_CAPABILITIES.
+
+        Raises BackendError where the library or a card it needs is missing, UsageError for a capability that it does
+        not build for or that cannot compute in `precision`.
+        """
+        require(backend in MODULES, f"there is no builder {backend!r}: choose one of {', '.join(MODULES)}")
+        library = _library(backend)
+        chosen = _of_rtx(library, capabilities) if backend == "tensorrt-rtx" else _of_card(capabilities)
+        old = [one for one in chosen if precision == "bf16" and float(one) < 8]
+        require(not old, f"compute capability {''.join(old[:1])} has no bf16: export with --precision fp16")
+        return cls(backend, library, chosen)
+
+    @property
+    def version(self) -> str:
+        """The library's release; a plan runs on no other."""
+        return str(self.library.__version__)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Names and values that belong to a plan's key."""
+        return {"tf32": False, "strongly_typed": True}
+
+    def build(self, path: Path, profile: Profile, precision: str) -> Built:
+        """The plan of the ONNX graph in `path`, for the shapes of `profile` (input: smallest, best, largest).
+
+        `precision` is what the graph's convolutions must compute in. Raises BackendError where the graph does not
+        parse, does not build, or has layers of another type.
+        """
+        log = _log(self.library)
+        log.errors.clear()
+        try:
+            builder = self.library.Builder(log)
+        except Exception as error:  # the bindings raise whatever pybind11 makes of a null pointer
+            raise BackendError(self._sentence(path, log, str(error))) from error
+        network = self._parsed(builder, log, path)
+        types = check_network(self.library, network, precision, path)
+        config = self._config(builder, network, profile)
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise BackendError(self._sentence(path, log, "it gives no reason"))
+        self._keep_timings(config)
+        data = bytes(plan)
+        if not set(_cards()) & set(self.capabilities):  # an engine loads on its card only
+            return Built(data, types, "network")
+        return Built(data, engine_types(self.library, log, data, precision, path), "engine")
+
+    def _parsed(self, builder: Any, log: Any, path: Path) -> Any:
+        flag = getattr(self.library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+        network = builder.create_network(0 if flag is None else 1 << int(flag))
+        parser = self.library.OnnxParser(network, log)
+        if not parser.parse(parseable(path).SerializeToString(), str(path)):
+            error = parser.get_error(0)
+            raise BackendError(
+                f"{NAMES[self.backend]} {self.version} does not read {path.name}: {_line(error.desc())} "
+                f"(node {error.node_name()}, operator {error.node_operator()})"
+            )
+        return network
+
+    def _config(self, builder: Any, network: Any, profile: Profile) -> Any:
+        config = builder.create_builder_config()
+        config.clear_flag(self.library.BuilderFlag.TF32)  # float32 asked for is float32
+        config.profiling_verbosity = self.library.ProfilingVerbosity.DETAILED  # or the inspector tells no types
+        if self.backend == "tensorrt-rtx":
+            config.num_compute_capabilities = len(self.capabilities)
+            for index, capability in enumerate(self.capabilities):
+                config.set_compute_capability(_known(self.library)[capability], index)
+        else:
+            config.set_timing_cache(config.create_timing_cache(self._timings()), False)
+        shapes = builder.create_optimization_profile()
+        for name in (network.get_input(index).name for index in range(network.num_inputs)):
+            if name in profile:
+                shapes.set_shape(name, *profile[name])
+        config.add_optimization_profile(shapes)
+        return config
+
+    def _timing_file(self) -> Path:
+        return cache_file().with_name(f"timing-{self.version}-{'-'.join(self.capabilities)}.cache")
+
+    def _timings(self) -> bytes:
+        path = self._timing_file()
+        return path.read_bytes() if path.is_file() else b""
+
+    def _keep_timings(self, config: Any) -> None:
+        if self.backend == "tensorrt-rtx":  # it measures nothing when it builds, but compiles on the card
+            return
+        path = self._timing_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, bytes(config.get_timing_cache().serialize()))
+
+    def _sentence(self, path: Path, log: Any, otherwise: str) -> str:
+        reason = _line(log.errors[-1] if log.errors else otherwise)
+        cards = ", ".join(self.capabilities)
+        return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {cards}: {reason}"
+
+
+def _library(backend: str) -> ModuleType:
+    try:
+        library = importlib.import_module(MODULES[backend])
+    except (ImportError, OSError) as error:  # OSError: a library of it that does not load
+        remedy = (
+            "NVIDIA's index has the libraries that PyPI lacks" if backend == "tensorrt" else "Linux x86-64 or Windows"
+        )
+        raise BackendError(
+            f"{NAMES[backend]} cannot be imported ({_line(str(error))}): pip install 'mdps[{backend}]' ({remedy})"
+        ) from error
+    if not hasattr(library, "Builder"):
+        raise BackendError(
+            f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
+        )
+    return library
+
+
+def _known(library: Any) -> dict[str, Any]:
+    """Compute capabilities that TensorRT-RTX builds for, such as {"8.6": SM86}."""
+    names = {name: re.fullmatch(r"SM(\d+)(\d)", name) for name in dir(library.ComputeCapability)}
+    found = {f"{m[1]}.{m[2]}": getattr(library.ComputeCapability, name) for name, m in names.items() if m}
+    return dict(sorted(found.items(), key=lambda item: float(item[0])))
+
+
+def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
+    known = _known(library)
+    for capability in capabilities or ():
+        if capability not in known:
+            raise UsageError(
+                f"TensorRT-RTX {library.__version__} builds for compute capability {', '.join(known)}, not "
+                f"{capability}: leave it out, or use --backend tensorrt on a machine with that card"
+            )
+    return tuple(sorted(set(capabilities or DEFAULT_CAPABILITIES), key=float))
+
+
+def _cards() -> list[str]:
+    """Compute capability of each card in this machine."""
+    return [card.rpartition(",")[2].strip() for card in gpus()]
+
+
+def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
+    cards = _cards()
+    if not cards:
+        raise BackendError(
+            "TensorRT builds on the card that the plan is for, and nvidia-smi shows none: run the export on that "
+            "machine, or use --backend tensorrt-rtx"
+        )
+    other = [one for one in capabilities or () if one != cards[0]]
+    require(
+        not other,
+        f"TensorRT builds for the card it runs on, of compute capability {cards[0]}, not for {''.join(other[:1])}: "
+        "leave out --compute-capability, or use --backend tensorrt-rtx",
+    )
+    return (cards[0],)
+
+
+@cache
+def _log(library: Any) -> Any:
+    """The one logger that a library takes in a process; keeps what went wrong instead of printing it."""
+
+    class Log(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (library.ILogger.INTERNAL_ERROR, library.ILogger.ERROR):
+                self.errors.append(message)
+
+    return Log()
+
+
+def _line(text: str) -> str:
+    """The first line of a library's message, short enough for a sentence."""
+    return (text.strip().splitlines() or ["no reason given"])[0].rstrip(". ")[:300]
