@@ -96,7 +96,7 @@ def draw(bundle: Path, scale: float, observations: Array, masked: Array | None, 
 def _terms(pipeline: Pipeline, y: Array, masked: Array | None) -> tuple[Array, Array]:
     mask, index = (np.ones_like(y[:, :1]), 0) if masked is None else (masked[:, None], 1)
     *_, last = posterior_sampling(
-        pipeline.steps, pipeline.schedule, pipeline.settings.sampler, y, mask, index, pipeline.noise
+        pipeline.steps, pipeline.schedule, pipeline.settings.sampler, y, mask, index, pipeline.noise, reuse=True
     )
     samples = last.x.reshape(len(y), -1, *y.shape[1:])
     features = {} if pipeline.features is None else pipeline.features.run({"image": y})

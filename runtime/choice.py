@@ -99,7 +99,7 @@ def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, pass
     def step() -> None:
         for index in passes:
             states = posterior_sampling(
-                sessions, manifest.schedule, settings.sampler, grey, mask, index, noise, previous
+                sessions, manifest.schedule, settings.sampler, grey, mask, index, noise, previous, reuse=True
             )
             next(islice(states, 1, None))  # the first of all is the noised image
 

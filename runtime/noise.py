@@ -19,8 +19,8 @@ _KEPT_BYTES = 256 * 2**20
 class Noise(Protocol):
     """What a sampler draws from; tests put recorded noise here."""
 
-    def draw(self, pass_index: int, step_index: int, samples: int) -> NDArray[np.float32]:
-        """Noise of mean 0 and variance 1, [samples, 3, H, W]."""
+    def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
+        """Noise of mean 0 and variance 1, [images * samples, 3, H, W], the same for every image, image-major."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,25 @@ class NoiseBank:
     kind: Literal["gaussian", "simplex"] = "gaussian"
     _kept: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False, compare=False)
 
-    def draw(self, pass_index: int, step_index: int, samples: int) -> NDArray[np.float32]:
-        """Read-only float32 [samples, 3, H, W]; the first k samples are those of `draw(.., k)`."""
-        key = (pass_index, step_index, samples)
-        if key not in self._kept:
-            noise = np.stack([self._one(sample, pass_index, step_index) for sample in range(samples)])
-            noise.setflags(write=False)
-            if sum(kept.nbytes for kept in self._kept.values()) + noise.nbytes > _KEPT_BYTES:
-                return noise
+    def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
+        """Read-only float32 [images * samples, 3, H, W]; the first k samples are those of `draw(.., k)`.
+
+        What was drawn is kept, for the largest number of images so far: a smaller batch takes the front of it.
+        """
+        key, count = (pass_index, step_index, samples), images * samples
+        noise = self._kept.get(key)
+        if noise is None:
+            noise = self._keep(key, np.stack([self._one(sample, *key[:2]) for sample in range(samples)]))
+        if len(noise) < count:
+            noise = self._keep(key, np.tile(noise[:samples], (images, 1, 1, 1)))
+        return noise if len(noise) == count else noise[:count]
+
+    def _keep(self, key: tuple[int, int, int], noise: NDArray[np.float32]) -> NDArray[np.float32]:
+        noise.setflags(write=False)
+        others = sum(kept.nbytes for other, kept in self._kept.items() if other != key)
+        if others + noise.nbytes <= _KEPT_BYTES:
             self._kept[key] = noise
-        return self._kept[key]
+        return noise
 
     def _one(self, sample: int, pass_index: int, step_index: int) -> NDArray[np.float32]:
         key = np.random.SeedSequence([self.seed, sample, pass_index, step_index + 1, *self.shape])

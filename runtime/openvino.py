@@ -3,7 +3,8 @@
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, UsageError
-from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
 
 COMPILED_AT_ONCE = 3
@@ -48,24 +49,36 @@ class OpenVinoSession:
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
         with self._lock:
-            if self._model is None:
-                raise BackendError(f"{self._path} was closed: open it again")
+            self._check_open()
             check_feeds(self._ports, feeds, str(self._path))
             names = check_outputs(self.outputs, outputs, str(self._path))
             arrays = [np.asarray(feeds[port.name]) for port in self._ports]
-            try:
+            with self._failing():
                 request = self._request(tuple(array.shape for array in arrays))
-                request.infer(dict(enumerate(arrays)), share_inputs=True)
+                request.infer(dict(enumerate(arrays)), share_inputs=True, share_outputs=True)
                 # The tensors belong to the request and the next run overwrites them.
                 return {name: request.get_output_tensor(self.outputs.index(name)).data.copy() for name in names}
-            except RuntimeError as error:
-                raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
+
+    def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
+        """As `Session.bind`: runs that read and write the callers' own memory."""
+        return _Binding(self, feeds)
 
     def close(self) -> None:
         """Free the model and what was compiled of it."""
         with self._lock:
             self._requests.clear()
             self._model = self._core = None
+
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise BackendError(f"{self._path} was closed: open it again")
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
 
     def _request(self, shapes: Shapes) -> Any:
         """A request of the model compiled for these shapes of all inputs."""
@@ -77,6 +90,65 @@ class OpenVinoSession:
             self._requests[shapes] = compiled.create_infer_request()
         self._requests.move_to_end(shapes)
         return self._requests[shapes]
+
+
+class _Binding:
+    """Runs of a session on the callers' memory.
+
+    The request belongs to all that run these shapes, so every run sets all tensors (their memory, not their contents)
+    and gives the request its own outputs back: what the next one writes must not land in a result somebody holds.
+    """
+
+    def __init__(self, session: OpenVinoSession, feeds: Mapping[str, NDArray[Any]]) -> None:
+        self._owner, self._name = session, str(session._path)
+        self._open_ports = [port for port in session._ports if port.name not in feeds]
+        check_feeds([port for port in session._ports if port.name in feeds], feeds, self._name)
+        self._tensor = _library().Tensor
+        self._feeds = {name: np.asarray(array, order="C") for name, array in feeds.items()}
+        self._tensors = {name: self._shared(array) for name, array in self._feeds.items()}
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
+        """As `BoundRun.run`."""
+        owner = self._owner
+        check_feeds(self._open_ports, feeds, self._name)
+        check_into(into, owner.outputs, self._name)
+        given = {name: np.asarray(array, order="C") for name, array in feeds.items()}  # alive until the end
+        tensors = self._tensors | {name: self._shared(array) for name, array in given.items()}
+        arrays = self._feeds | given
+        with owner._lock, owner._failing():
+            owner._check_open()
+            request = owner._request(tuple(arrays[name].shape for name in owner.inputs))
+            for index, name in enumerate(owner.inputs):
+                request.set_input_tensor(index, tensors[name])
+            places = {owner.outputs.index(name): self._shared(array) for name, array in into.items()}
+            with _written_to(request, places):
+                request.infer(share_outputs=True)  # or it copies every output for its return value
+
+    def _shared(self, array: NDArray[Any]) -> Any:
+        """A tensor on the array's memory. OpenVINO shares none that is read-only, though it only reads its inputs."""
+        if not array.flags.writeable:
+            array = np.asarray(_Writeable(array))
+        return self._tensor(array, shared_memory=True)
+
+
+class _Writeable:
+    """An array's memory, said to be writeable."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+@contextmanager
+def _written_to(request: Any, places: Mapping[int, Any]) -> Iterator[None]:
+    own = {index: request.get_output_tensor(index) for index in places}
+    for index, tensor in places.items():
+        request.set_output_tensor(index, tensor)
+    try:
+        yield
+    finally:
+        for index, tensor in own.items():
+            request.set_output_tensor(index, tensor)
 
 
 def _library() -> Any:
@@ -102,7 +174,8 @@ def _read(core: Any, path: Path) -> Any:
     if not path.is_file():
         raise BackendError(f"{path} is no file: check the path")
     try:
-        return core.read_model(path)
+        # Weights beside a mounted link are refused as lying elsewhere; beside the real file they are not.
+        return core.read_model(path.resolve())
     except RuntimeError as error:
         raise BackendError(f"{path} cannot be loaded by OpenVINO: {_reason(error)}") from error
 

@@ -1,7 +1,8 @@
 """Sessions of ONNX Runtime."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, UsageError
-from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
 
 PROVIDERS = {
@@ -54,19 +55,59 @@ class OrtSession:
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
-        if self._session is None:
-            raise BackendError(f"{self._path} was closed: open it again")
+        session = self._open_session()
         check_feeds(self._ports, feeds, str(self._path))
         names = check_outputs(self.outputs, outputs, str(self._path))
-        try:
-            values = self._session.run(names, {port.name: np.asarray(feeds[port.name]) for port in self._ports})
-        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
+        with self._failing():
+            values = session.run(names, {port.name: np.asarray(feeds[port.name]) for port in self._ports})
         return dict(zip(names, values, strict=True))
+
+    def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
+        """As `Session.bind`: runs that read and write the callers' own memory."""
+        return _Binding(self, feeds)
 
     def close(self) -> None:
         """Free the engine's memory."""
         self._session = None
+
+    def _open_session(self) -> Any:
+        if self._session is None:
+            raise BackendError(f"{self._path} was closed: open it again")
+        return self._session
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
+            raise BackendError(f"{self._path} failed on {self.provider}: {_reason(error)}") from error
+
+
+class _Binding:
+    """Runs of a session through one IOBinding; an input is bound when it is given, not at every run."""
+
+    def __init__(self, session: OrtSession, feeds: Mapping[str, NDArray[Any]]) -> None:
+        self._owner, self._name = session, str(session._path)
+        self._open_ports = [port for port in session._ports if port.name not in feeds]
+        check_feeds([port for port in session._ports if port.name in feeds], feeds, self._name)
+        self._binding = session._open_session().io_binding()
+        self._bind(feeds)
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
+        """As `BoundRun.run`."""
+        session = self._owner._open_session()
+        check_feeds(self._open_ports, feeds, self._name)
+        check_into(into, self._owner.outputs, self._name)
+        with self._owner._failing():
+            self._bind(feeds)
+            self._binding.clear_binding_outputs()
+            for name, array in into.items():
+                self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            session.run_with_iobinding(self._binding)
+
+    def _bind(self, feeds: Mapping[str, NDArray[Any]]) -> None:
+        for name, array in feeds.items():
+            self._binding.bind_cpu_input(name, np.asarray(array, order="C"))  # which it keeps alive
 
 
 def _library() -> Any:

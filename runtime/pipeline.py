@@ -119,8 +119,9 @@ class Pipeline:
 
     def _sample(self, pass_index: int, observations: Array, mask: Array, previous: Array | None = None) -> Array:
         *_, last = posterior_sampling(
-            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous
-        )
+            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous,
+            reuse=True,
+        )  # fmt: skip
         return last.x
 
     def _score(

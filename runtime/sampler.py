@@ -1,7 +1,8 @@
 """Masked Diffusion Posterior Sampling: the loop of Algorithm 1 around a step graph."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,11 @@ class StepSessions:
 
 @dataclass(frozen=True)
 class State:
-    """One point of the loop: index -1 is the first x_t, index n the result of step n (arrays [N, 3, H, W])."""
+    """One point of the loop: index -1 is the first x_t, index n the result of step n (float32 [N, 3, H, W]).
+
+    `eps` and `guidance_gradient` are what the step graph says of this step: None for the first x_t, for a gradient
+    that is not computed, and where the buffers are reused.
+    """
 
     index: int
     step: Step | None
@@ -50,37 +55,43 @@ def posterior_sampling(
     pass_index: int,
     noise: Noise,
     previous: Image | None = None,
+    *,
+    reuse: bool = False,
 ) -> Iterator[State]:
     """Algorithm 1 on `observation` [B, 3, H, W] under `mask` [B, 1, H, W]; pass 0 is the first, 1 the masked.
 
     Yields the first x_T, then every x_s; the last `x` is the posterior sample [B * N_s, 3, H, W], image-major.
     `previous`, the samples of the pass before in that shape, is what a stitched start needs (UsageError without).
+
+    A state's arrays are its own, to keep. With `reuse` they are not: it has `x` only, in one of two buffers that all
+    steps share, and is valid until the next state is asked for; the last one stays, for the buffers are this pass's.
     """
     this_pass, samples = settings.passes[pass_index], settings.samples
     session = sessions.at(this_pass.guidance_scale)
     alpha_T, steps = plan_steps(schedule, settings.time_index, this_pass, settings.eta_ddim)  # noqa: N806
     y, m = np.repeat(observation, samples, axis=0), np.repeat(mask, samples, axis=0)
     inpaint = settings.mask_rule == "inpaint" and not mask.all()
-
-    def draw(index: int) -> Image:  # the same noise for every image
-        return np.tile(noise.draw(pass_index, index, samples), (len(observation), 1, 1, 1))
+    draw = partial(noise.draw, pass_index, samples=samples, images=len(observation))
 
     # Line 1 to 2. The authors' code uses this same z to noise the known part in the replace rule.
-    z = draw(INITIAL)
-    x_t = _mix(_start(this_pass, y, m, previous), alpha_T, z)
-    yield State(INITIAL, None, x_t)
+    z, none = draw(INITIAL), np.zeros_like(y)
+    x_t, x_s = np.empty_like(y), np.empty_like(y)
+    _mix(_start(this_pass, y, m, previous), alpha_T, z, x_t, spare=x_s)
+    yield State(INITIAL, None, x_t if reuse else x_t.copy())
+    known = {"observation": y, "mask": m, "guidance_scale": np.asarray(this_pass.guidance_scale, dtype=np.float32)}
+    bound = session.bind(_named(session.inputs, known if inpaint else known | {"mask_noise": z}))
     for n, step in enumerate(steps):  # line 3; t and s of line 4 are in `step`
-        eps_t = draw(n) if step.sigma_t else np.zeros_like(y)  # line 11
-        known_noise = draw(KNOWN + n) if inpaint and n else z
-        known = {"x_t": x_t, "observation": y, "mask": m, "noise": eps_t, "mask_noise": known_noise}
-        feeds = known | _scalars(step, this_pass.guidance_scale)
-        result = session.run({name: feeds[name] for name in session.inputs})  # lines 5 to 10 and 12
-        x_t = result["x_s"]
+        feeds = {"x_t": x_t, "noise": draw(n) if step.sigma_t else none, **_scalars(step)}  # line 11
+        if inpaint:
+            feeds["mask_noise"] = draw(KNOWN + n) if n else z
+        more = {} if reuse else {name: np.empty_like(y) for name in session.outputs if name != "x_s"}
+        bound.run(_named(session.inputs, feeds), {"x_s": x_s, **more})  # lines 5 to 10 and 12
+        x_t, x_s = x_s, x_t
         if inpaint and step.alpha_s == 1:
-            x_t = np.where(m > 0, x_t, y)
-        yield State(n, step, x_t, result.get("eps"), result.get("guidance_gradient"))
+            np.copyto(x_t, y, where=m <= 0)
+        yield State(n, step, x_t if reuse else x_t.copy(), more.get("eps"), more.get("guidance_gradient"))
         if step.again:
-            x_t = _mix(x_t, step.alpha_t / step.alpha_s, draw(JUMP + n))
+            _mix(x_t, step.alpha_t / step.alpha_s, draw(JUMP + n), x_t, spare=x_s)
 
 
 def _start(this_pass: PassSettings, y: Image, m: Image, previous: Image | None) -> Image:
@@ -91,17 +102,23 @@ def _start(this_pass: PassSettings, y: Image, m: Image, previous: Image | None) 
     return np.where(m > 0, previous, y)
 
 
-def _mix(image: Image, alpha: float, noise: Image) -> Image:
-    mixed: Image = np.sqrt(np.float32(alpha)) * image + np.sqrt(np.float32(1 - alpha)) * noise
-    return mixed
+def _mix(image: Image, alpha: float, noise: Image, out: Image, spare: Image) -> None:
+    """sqrt(alpha) image + sqrt(1 - alpha) noise into `out`, which may be `image`; `spare` is written over."""
+    np.multiply(noise, np.sqrt(np.float32(1 - alpha)), out=spare)
+    np.multiply(image, np.sqrt(np.float32(alpha)), out=out)
+    np.add(out, spare, out=out)
 
 
-def _scalars(step: Step, guidance_scale: float) -> dict[str, Image]:
+def _named(names: Sequence[str], arrays: Mapping[str, Image]) -> dict[str, Image]:
+    """Those of the arrays that a graph takes: no rule but "replace" and "inpaint" has a `mask_noise`."""
+    return {name: array for name, array in arrays.items() if name in names}
+
+
+def _scalars(step: Step) -> dict[str, Image]:
     values = {
         "timestep": step.timestep,
         "alpha_t": step.alpha_t,
         "alpha_s": step.alpha_s,
         "sigma_t": step.sigma_t,
-        "guidance_scale": guidance_scale,
     }
     return {name: np.asarray(value, dtype=np.float32) for name, value in values.items()}

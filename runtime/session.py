@@ -14,6 +14,17 @@ BACKENDS = ("onnxruntime", "openvino")
 Arrays = dict[str, NDArray[Any]]
 
 
+class BoundRun(Protocol):
+    """A session some of whose inputs were given once for many runs, as the steps of a pass share the observation."""
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
+        """Run with the inputs that are still open; the outputs named in `into` are written to its arrays.
+
+        These are C-contiguous, of the outputs' shapes and dtypes, and no input of the same run. BackendError where feeds
+        or arrays do not fit or the engine fails.
+        """
+
+
 class Session(Protocol):
     """One graph an engine has loaded."""
 
@@ -31,6 +42,12 @@ class Session(Protocol):
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
+
+    def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
+        """Give some of the inputs for many runs, in which their contents must stay; BackendError where they do not fit.
+
+        Several bindings may be in use at once, beside `run`; a binding is for one thread.
+        """
 
     def close(self) -> None:
         """Free the engine's memory; a later `run` is a BackendError. May be called twice."""
@@ -96,6 +113,28 @@ def check_outputs(known: Sequence[str], asked: Sequence[str] | None, name: str) 
     return list(known if asked is None else asked)
 
 
+def check_into(into: Mapping[str, NDArray[Any]], known: Sequence[str], name: str) -> None:
+    """Raise BackendError unless `into` has outputs of the graph only, and arrays whose memory an engine may write."""
+    check_outputs(known, list(into), name)
+    for output, array in into.items():
+        if not (array.flags.c_contiguous and array.flags.writeable):
+            raise BackendError(f"{name} cannot write {output!r} into an array that is read-only or not contiguous")
+
+
+@dataclass(frozen=True)
+class CopyingRun:
+    """The binding of a session that has none of its own: each run passes all inputs, and copies what comes out."""
+
+    session: Session
+    feeds: Mapping[str, NDArray[Any]]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
+        """As `BoundRun.run`."""
+        found = self.session.run({**self.feeds, **feeds}, list(into))
+        for name, array in into.items():
+            array[...] = found[name]
+
+
 @dataclass(frozen=True)
 class ChunkedSession:
     """Cuts the batch of another session into chunks of at most `size`, so that memory does not grow with it.
@@ -123,18 +162,39 @@ class ChunkedSession:
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """What the wrapped session would return for the whole batch."""
-        total = max((len(array) for array in feeds.values() if array.ndim), default=0)
-        if total <= self.size:
+        cuts = self._cuts(feeds)
+        if len(cuts) <= 1:
             return self.session.run(feeds, outputs)
-        parts = [
-            self.session.run(
-                {name: array[start : start + self.size] if array.ndim else array for name, array in feeds.items()},
-                outputs,
-            )
-            for start in range(0, total, self.size)
-        ]
+        parts = [self.session.run(_cut(feeds, cut), outputs) for cut in cuts]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
+        """A binding a chunk; `feeds` has at least one input that is no scalar, which says how many there are."""
+        cuts = self._cuts(feeds)
+        if len(cuts) <= 1:
+            return self.session.bind(feeds)
+        return _ChunkedRun([(cut, self.session.bind(_cut(feeds, cut))) for cut in cuts])
+
+    def _cuts(self, feeds: Mapping[str, NDArray[Any]]) -> list[slice]:
+        total = max((len(array) for array in feeds.values() if array.ndim), default=0)
+        return [slice(start, start + self.size) for start in range(0, total, self.size)]
 
     def close(self) -> None:
         """Close the wrapped session."""
         self.session.close()
+
+
+@dataclass(frozen=True)
+class _ChunkedRun:
+    """Bindings of one session, each with the part of the batch that it computes."""
+
+    parts: Sequence[tuple[slice, BoundRun]]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
+        """Each chunk's outputs go straight to their part of the arrays."""
+        for cut, bound in self.parts:
+            bound.run(_cut(feeds, cut), _cut(into, cut))
+
+
+def _cut(arrays: Mapping[str, NDArray[Any]], cut: slice) -> Arrays:
+    return {name: array[cut] if array.ndim else array for name, array in arrays.items()}

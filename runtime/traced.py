@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, BundleError, UsageError
 from mdps.runtime.pt2 import check_program
-from mdps.runtime.session import Arrays, Port, check_feeds, check_outputs
+from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
 from mdps.runtime.settings import SamplerSettings
 from mdps.runtime.threads import available_cpus
 
@@ -64,6 +64,10 @@ class TracedSession:
         except RuntimeError as error:
             raise BackendError(f"{self._path} failed in torch: {str(error).splitlines()[0]}") from error
         return {name: values[name].detach().cpu().numpy() for name in names}
+
+    def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
+        """As `Session.bind`; torch allocates its results, so each run copies them."""
+        return CopyingRun(self, feeds)
 
     def close(self) -> None:
         """Let go of the network."""

@@ -27,7 +27,7 @@ class RecordedNoise:
     def __init__(self, first: np.ndarray, steps: np.ndarray) -> None:
         self.first, self.steps = first, steps
 
-    def draw(self, pass_index: int, step_index: int, samples: int) -> np.ndarray:
+    def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> np.ndarray:
         return self.first if step_index < 0 else self.steps[step_index][None]
 
 

@@ -22,6 +22,7 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN, NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
+from mdps.runtime.session import CopyingRun
 from mdps.runtime.settings import PassSettings, SamplerSettings
 
 SHAPE = (3, 8, 8)
@@ -59,8 +60,11 @@ class ModuleSession:
         self.outputs = ("x_s", "eps", "guidance_gradient") if guided else ("x_s", "eps")
 
     def run(self, feeds: Any, outputs: Any = None) -> dict[str, np.ndarray]:
-        found = self.module(*(torch.from_numpy(feeds[name]) for name in self.inputs))
+        found = self.module(*(torch.tensor(feeds[name]) for name in self.inputs))
         return {name: value.numpy() for name, value in zip(self.outputs, found, strict=True)}
+
+    def bind(self, feeds: Any) -> CopyingRun:
+        return CopyingRun(self, feeds)
 
     def close(self) -> None:
         pass
@@ -108,7 +112,7 @@ class _Played:
     def __init__(self, made: list[Tensor], back: list[Tensor], steps: Any) -> None:
         self.made, self.back, self.steps = made, back, steps
 
-    def draw(self, pass_index: int, step_index: int, samples: int) -> np.ndarray:
+    def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> np.ndarray:
         if step_index == INITIAL or step_index < KNOWN:
             return (
                 BANK.draw(pass_index, step_index, samples) if step_index == INITIAL else self.made[step_index].numpy()

@@ -11,7 +11,7 @@ from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL, NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule
-from mdps.runtime.session import ChunkedSession
+from mdps.runtime.session import ChunkedSession, CopyingRun
 from mdps.runtime.settings import paper_settings, reference_settings
 
 SCHEDULE = NoiseSchedule.linear()
@@ -71,6 +71,9 @@ class GaussianStep:
         found = {"x_s": x_s, "eps": e, "guidance_gradient": gradient}
         return {name: found[name].astype(np.float32) for name in self.outputs}
 
+    def bind(self, feeds):
+        return CopyingRun(self, feeds)
+
     def close(self):
         pass
 
@@ -124,7 +127,7 @@ def test_the_first_state_is_the_goldens(shared):
     golden = np.load(shared / "golden" / "golden.npz")
 
     class Recorded:
-        def draw(self, pass_index, step_index, samples):
+        def draw(self, pass_index, step_index, samples, images=1):
             return golden["sample0_init_noise"] if step_index == INITIAL else golden["sample0_step_noise"][[step_index]]
 
     y = golden["y"][:1]
@@ -136,7 +139,7 @@ def test_the_first_state_of_paper_mode_is_the_goldens(shared):
     small = np.load(shared / "golden" / "small.npz")
 
     class Recorded:
-        def draw(self, pass_index, step_index, samples):
+        def draw(self, pass_index, step_index, samples, images=1):
             return small["paper_guided_init_noise"] if step_index == INITIAL else small["paper_guided_step_noise"][[0]]
 
     first = states(PAPER, small["y"], np.ones((1, 1, 32, 32), np.float32), noise=Recorded())[0]
@@ -194,8 +197,8 @@ def test_samples_of_one_batch_equal_samples_one_by_one():
     class Only:
         index: int
 
-        def draw(self, pass_index, step_index, samples):
-            return bank.draw(pass_index, step_index, self.index + 1)[-1:]
+        def draw(self, pass_index, step_index, samples, images=1):
+            return np.tile(bank.draw(pass_index, step_index, self.index + 1)[-1:], (images, 1, 1, 1))
 
     for index in range(3):
         np.testing.assert_allclose(sample(PAPER, y, ones(2), noise=Only(index)), together[:, index], atol=1e-5)
@@ -258,9 +261,9 @@ def test_no_noise_is_drawn_for_the_last_step():
     bank, drawn = NoiseBank(0, SHAPE), []
 
     class Recording:
-        def draw(self, pass_index, step_index, samples):
+        def draw(self, pass_index, step_index, samples, images=1):
             drawn.append(step_index)
-            return bank.draw(pass_index, step_index, samples)
+            return bank.draw(pass_index, step_index, samples, images)
 
     states(PAPER, images(2), ones(2), noise=Recording())
     assert drawn == [INITIAL, *range(9)]
