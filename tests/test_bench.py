@@ -352,14 +352,16 @@ def test_other_methods_and_sizes_are_made_from_the_bundles_checkpoint(bundle: Pa
 
 
 def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    other = shutil.copytree(bundle, tmp_path / "other")
+
     def all_alike(specs: list[Spec], **_: Any) -> list[Measurement]:
         facts = {"load_ms": 5.0, "first_ms": 9.0, "score": 2.0, "matrix_flop": 8, "forward_flop": 1000}
         return [Measurement(spec, facts, [10.0], [8.0], 80.0) for spec in specs]
 
     monkeypatch.setattr("mdps.benchmarks.bench.run.measure", all_alike)
-    monkeypatch.setattr(Variations, "_make", lambda self, what: bundle if what == "anoddpm" else SkippedError("no"))
+    monkeypatch.setattr(Variations, "_make", lambda self, what: other if what == "anoddpm" else SkippedError("no"))
     options = BenchOptions(backends=("openvino",), ways=(), peers=(), batches=(), samples=(), sizes=(64,))
     ours, ano, auto, size = run_bench(bundle, options).rows
     assert (ours.score_agrees, ano.score_agrees, ano.ratio_to_ours) == (True, None, 1.0)

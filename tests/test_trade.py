@@ -214,11 +214,14 @@ def denoised(bundle: Path) -> np.ndarray:
         return session.run({name: np.asarray(feeds[name]) for name in session.inputs})["eps"]
 
 
-def test_what_cannot_be_reduced_is_told(small_checkpoint: Path, tmp_path: Path) -> None:
-    made = {**CHOICES, "stages": (), "eta": 1.0, "steps": 1, "backbone": None}
-    bundles = precision.PreciseBundles(tmp_path, made, lambda _: None, ())
+def test_what_cannot_be_reduced_is_told(tiny_bundle: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(tiny_bundle)
+    settings = replace(manifest.settings, score=replace(manifest.settings.score, stages=()))
+    bundles = precision.PreciseBundles(tmp_path, {}, lambda _: None, ())
     with pytest.raises(UsageError, match="no feature network to quantise"):
-        bundles.get(small_checkpoint, "disc", {"precision": "int8-features"})
+        bundles._int8(tmp_path, replace(manifest, settings=settings))
+    with pytest.raises(UsageError, match="no good training images"):
+        bundles._int8(tmp_path, manifest)
 
 
 # The whole study

@@ -24,7 +24,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from mdps.benchmarks.reproduce.bundles import Bundles, Say
+from mdps.benchmarks.reproduce.bundles import Bundles, Say, digest
 from mdps.export.graph import INLINE_BYTES
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.errors import UsageError
@@ -49,7 +49,8 @@ class PreciseBundles(Bundles):
         precision = changes.get("precision")
         if precision is None:
             return bundle
-        reduced = bundle.with_name(f"{bundle.name}-{precision}")
+        seen = [[path.name, path.stat().st_size] for path in self._good]
+        reduced = bundle.with_name(f"{bundle.name}-{precision}-{digest(seen)[:8]}")
         if not (reduced / FILE_NAME).is_file():
             self._say(f"reducing to {precision}")
             reduce_bundle(bundle, reduced, partial(self._reducers[precision], self))
@@ -58,6 +59,8 @@ class PreciseBundles(Bundles):
     def _int8(self, folder: Path, manifest: Manifest) -> None:
         if not manifest.settings.score.stages:
             raise UsageError("this detector compares pixels only: there is no feature network to quantise")
+        if not self._good:
+            raise UsageError("this category has no good training images to take int8 ranges from")
         quantise_features(folder, manifest, self._good)
 
     def _fp16(self, folder: Path, manifest: Manifest) -> None:
