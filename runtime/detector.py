@@ -10,7 +10,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.calibration import Calibration
+from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.errors import BackendError, ImageError, require
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pictures import describe
@@ -27,6 +27,7 @@ class Result:
     `anomaly_map` [H, W] float32, larger is more anomalous; `mask` [H, W] bool, the mask of the method, made from the
     first pass's map; `posterior_sample` (the first) and `observation` [3, H, W] float32 in [-1, 1]; `times` in ms:
     preprocess, first_pass, masked_pass, score, total (in a batch: the batch's time divided by its images).
+    `early_exit`: the picture skipped the masked pass, so that score, map and sample are the first pass's.
     """
 
     score: float
@@ -37,10 +38,14 @@ class Result:
     posterior_sample: NDArray[np.float32]
     observation: NDArray[np.float32]
     times: dict[str, float]
+    early_exit: bool = False
 
 
 class Detector:
-    """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`."""
+    """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
+
+    Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class Detector:
         require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
         self.manifest, self.calibration, self.product = manifest, calibration, product
         self.preprocessing, self.backend = manifest.preprocessing, backend
+        self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
         self._pipeline: Pipeline | None = pipeline
         self._settings, self._engines = pipeline.settings, pipeline.engines
         self._images_at_once = max(1, max_batch // pipeline.settings.sampler.samples)
@@ -63,7 +69,7 @@ class Detector:
 
     @property
     def settings(self) -> Settings:
-        """The bundle's settings with the samples and seed this detector was loaded with."""
+        """The bundle's settings with the samples, seed and early exit this detector was loaded with."""
         return self._settings
 
     @property
@@ -105,10 +111,15 @@ class Detector:
         return [self._result(found, observations, index, each) for index in range(len(observations))]
 
     def inspect(
-        self, observations: NDArray[np.float32], *, mask_range: tuple[float, float] | None = None
+        self,
+        observations: NDArray[np.float32],
+        *,
+        mask_range: tuple[float, float] | None = None,
+        early_exit: bool = True,
     ) -> Inspection:
         """The arrays behind a result, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
 
+        `early_exit` False takes every image through both passes, whatever the settings say.
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
         frozen and not known, BackendError where the engine fails or gives NaN.
         """
@@ -120,7 +131,8 @@ class Detector:
         chunks = self._chunks(observations)
         with self._lock:
             pipeline = self._open_pipeline()
-            return _join([pipeline.inspect(chunk, mask_range) for chunk in chunks])
+            limit = self._exit_limit if early_exit else None
+            return _join([pipeline.inspect(chunk, mask_range, limit) for chunk in chunks])
 
     def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
@@ -134,7 +146,7 @@ class Detector:
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""
         grey = np.zeros((1, 3, *self.preprocessing.network_size), dtype=np.float32)
-        self.inspect(grey, mask_range=(0.0, 1.0))
+        self.inspect(grey, mask_range=(0.0, 1.0), early_exit=False)
 
     def close(self) -> None:
         """Free the engines, after a call that is running; a later call is a BackendError."""
@@ -155,7 +167,7 @@ class Detector:
         return self._pipeline
 
     def _check_process(self) -> None:
-        """Engines' threads do not follow into a forked process, where a call would wait for them for ever."""
+        """Engines' threads do not follow into a forked process, which would compute on one and hang when it ends."""
         if os.getpid() != self._process:
             raise BackendError(
                 "this detector was loaded before the process forked, and its engine does not work in the new one: "
@@ -200,6 +212,7 @@ class Detector:
             posterior_sample=found.posterior_samples[index * self._settings.sampler.samples],
             observation=observations[index],
             times=dict(times),
+            early_exit=bool(found.early_exit[index]),
         )
 
 
@@ -214,4 +227,5 @@ def _join(parts: list[Inspection]) -> Inspection:
         first_score=np.concatenate([part.first_score for part in parts]),
         posterior_samples=np.concatenate([part.posterior_samples for part in parts]),
         times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
+        early_exit=np.concatenate([part.early_exit for part in parts]),
     )

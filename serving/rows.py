@@ -21,7 +21,7 @@ class Row:
 
     `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
     without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
-    and judge the image, an equal share where a batch was judged at once.
+    and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
     """
 
     path: str
@@ -30,6 +30,7 @@ class Row:
     verdict: str | None = None
     map: str | None = None
     ms: float | None = None
+    early_exit: bool | None = None
     error: str | None = None
 
     @property
@@ -65,13 +66,36 @@ def writing(path: Path) -> Iterator[None]:
         raise MdpsError(f"{path} cannot be written: {reason}; make room or choose another place") from error
 
 
+def _own(file: BinaryIO, path: Path) -> None:
+    """Takes the file for this run and empties it; MdpsError while another run writes to it.
+
+    Windows has no lock that would leave the file readable meanwhile, nor do some network drives.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MdpsError(f"{path} is being written by another run: give each run a folder of its own") from None
+    except (ImportError, OSError):
+        pass
+    with writing(path):
+        if os.fstat(file.fileno()).st_size:
+            os.ftruncate(file.fileno(), 0)
+
+
 class RowFile:
     """A text file that grows by whole lines: a run that is killed, or finds the disk full, leaves no broken one."""
 
     def __init__(self, path: Path, header: str = "") -> None:
         self._path = path
         with writing(path):
-            self._file: BinaryIO = path.open("wb", buffering=0)
+            self._file: BinaryIO = path.open("ab", buffering=0)  # emptied once it is known to be ours
+        try:
+            _own(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
         if header:
             self.append(header)
 

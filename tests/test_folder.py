@@ -127,7 +127,7 @@ def test_a_run_leaves_rows_maps_and_pictures(tmp_path: Path) -> None:
     rows = predict(BrightnessDetector(), [tmp_path / "in"], out)
     assert [(row.path, row.verdict) for row in rows] == [(str(bright), "fail"), (str(dark), "pass")]
     assert read_rows(out) == [json.loads(row.to_json()) for row in rows]
-    assert list(read_rows(out)[0]) == ["path", "score", "threshold", "verdict", "map", "ms", "error"]
+    assert list(read_rows(out)[0]) == ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "error"]
     for row in rows:
         anomaly_map = np.load(out / str(row.map), allow_pickle=False)
         assert (anomaly_map.dtype, anomaly_map.shape) == (np.float32, (16, 16))
@@ -250,6 +250,20 @@ def test_an_output_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None
     image = save(tmp_path / "a.png", 0)
     with pytest.raises(UsageError, match="cannot be used as a folder"):
         predict(BrightnessDetector(), [image], image)
+
+
+def test_two_runs_do_not_mix_in_one_folder(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl", reason="no such lock on Windows")
+    image, out = save(tmp_path / "a.png", 51), tmp_path / "out"
+
+    def other_run(row: Row) -> None:
+        with pytest.raises(MdpsError, match="being written by another run"):
+            predict(BrightnessDetector(), [image], out)
+
+    predict(BrightnessDetector(), [image], out, on_row=other_run)
+    assert len(read_rows(out)) == 1
+    predict(BrightnessDetector(), [image], out)
+    assert len(read_rows(out)) == 1
 
 
 FILL = """

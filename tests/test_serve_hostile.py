@@ -142,6 +142,9 @@ def images():
     yield "NumPy file", b"\x93NUMPY\x01\0v\0{'descr': '|O'}", 400
     yield "icon", saved("ICO"), 400
     yield "TGA", saved("TGA"), 400
+    for kind in ("TIFF", "GIF", "PNG", "WEBP"):
+        yield f"{kind} of two pictures", saved(kind, save_all=True, append_images=[Image.new("RGB", (24, 24))]), 400
+    yield "JPEG whose end was never written", JPEG[: len(JPEG) // 2] + bytes(len(JPEG) // 2), 400
     yield "one byte too many", bytes(BODY_LIMIT + 1), 413
 
 

@@ -1,0 +1,134 @@
+"""What goes wrong where a detector really runs: odd mounts, consoles, editors, worker processes, plain pictures."""
+
+import io
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from PIL import Image
+
+from mdps.benchmarks.samples import Sample
+from mdps.models.checkpoints.statements import read_sidecar
+from mdps.runtime import load
+from mdps.runtime.pictures import read_image
+from mdps.serving.http.command import _token
+from mdps.serving.terminal import run
+
+BOM = b"\xef\xbb\xbf"  # what Notepad and PowerShell write in front of UTF-8
+
+
+def _ask(detector: Any, answer: Any) -> None:
+    try:
+        answer.send(detector(np.zeros((16, 16, 3), np.uint8)).score)
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of every fork beside threads
+def test_a_detector_in_a_forked_worker_says_so(line_bundle: Path) -> None:
+    """As with gunicorn --preload: the engine's threads stay in the parent, and the worker would hang at its end."""
+    forking = multiprocessing.get_context("fork")
+    ours, theirs = forking.Pipe()
+    with load(line_bundle, threads=2) as detector:
+        worker = forking.Process(target=_ask, args=(detector, theirs), daemon=True)
+        worker.start()
+        assert ours.poll(30), "the worker does not answer"
+        assert "load the bundle in each worker process" in str(ours.recv())
+        worker.join(30)
+        assert np.isfinite(detector(np.zeros((16, 16, 3), np.uint8)).score)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_a_bundle_mounted_as_links_works(line_bundle: Path, tmp_path: Path, backend: str) -> None:
+    """As Kubernetes mounts volumes and as model caches store files; the graphs' weights are in files of their own."""
+    pytest.importorskip(backend)
+    (tmp_path / "mount").mkdir()
+    try:
+        (tmp_path / "mount" / "..data").symlink_to(line_bundle, target_is_directory=True)
+    except OSError:
+        pytest.skip("this user may make no links here")
+    for file in line_bundle.iterdir():
+        (tmp_path / "mount" / file.name).symlink_to(Path("..data") / file.name)
+    picture = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    scores = []
+    for folder in (line_bundle, tmp_path / "mount"):
+        with load(folder, threads=1, backend=backend, warm_up=False) as detector:
+            scores.append(detector(picture).score)
+    assert scores[0] == scores[1]
+
+
+def test_judging_writes_nothing_into_the_bundle(line_bundle: Path) -> None:
+    """So that it may lie on a medium that cannot be written."""
+
+    def state() -> list[tuple[str, int, int]]:
+        return sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in line_bundle.rglob("*"))
+
+    before = state()
+    with load(line_bundle, threads=1) as detector:
+        detector(np.zeros((16, 16, 3), np.uint8))
+    assert state() == before
+
+
+@pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (128, 128, 128), (255, 0, 7)])
+def test_a_picture_of_one_colour_has_a_finite_score(line_bundle: Path, colour: tuple[int, int, int]) -> None:
+    """Where a map's range is nothing, a feature has no length or a channel no spread, others divide by zero."""
+    with load(line_bundle, threads=1, warm_up=False) as detector:
+        result = detector(Image.new("RGB", (24, 24), colour))
+        assert np.isfinite(result.score)
+        assert np.isfinite(result.anomaly_map).all()
+        if len(set(colour)) == 1:
+            assert detector(Image.new("L", (24, 24), colour[0])).score == result.score
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "utf-8"])
+def test_a_name_that_the_console_cannot_show_ends_no_run(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def show() -> int:
+        click.echo("fail  検査 bad\udcff.png")
+        click.echo("3 of 3 images judged")
+        return 0
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert run(show, []) == 0
+    sys.stdout.flush()
+    assert b"3 of 3 images judged" in written.getvalue()
+    assert rb"bad\udcff.png" in written.getvalue()
+
+
+def test_the_mark_that_windows_editors_put_before_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    token = "a-long-enough-token-for-a-line"
+    (tmp_path / "token").write_bytes(BOM + token.encode() + b"\r\n")
+    assert _token(tmp_path / "token") == token
+    for name, mark in (("a.pt", b""), ("b.pt", BOM)):
+        described = json.dumps({"prediction": "eps"}, indent=1).replace("\n", "\r\n")
+        (tmp_path / f"{name}.json").write_bytes(mark + described.encode())
+    assert read_sidecar(tmp_path / "a.pt") is not None
+    assert repr(read_sidecar(tmp_path / "b.pt")) == repr(read_sidecar(tmp_path / "a.pt")).replace("a.pt", "b.pt")
+
+
+def test_a_mask_turns_with_its_photograph_whatever_else_the_exif_block_holds(tmp_path: Path) -> None:
+    turned = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + bytes.fromhex("1201 0300 01000000 06000000 0001 0900 01000000 fbffffff")
+    corner = Image.new("L", (12, 8))
+    corner.paste(255, (0, 0, 4, 4))
+    for name, image in (("part", corner.convert("RGB")), ("mask", corner)):
+        image.save(tmp_path / f"{name}.png", exif=turned + b"\0\0\0\0")
+    truth = Sample(tmp_path / "part.png", "dent", True, (tmp_path / "mask.png",)).truth()
+    np.testing.assert_array_equal(truth, np.asarray(read_image(tmp_path / "part.png"))[..., 0] > 127)
+    assert truth.shape == (12, 8)
+
+
+@pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="other line ends on Windows")
+def test_rows_end_alike_on_every_system(tmp_path: Path) -> None:
+    from mdps.serving.rows import open_rows
+
+    with open_rows(tmp_path)[1] as table:
+        table.append("a\n")
+    assert b"\r" not in (tmp_path / "results.csv").read_bytes()
