@@ -20,7 +20,7 @@ COMPARED = ("gradient", "steps", "mask_pass", "method")
     epilog="""\b
 Examples:
   mdps trade bottle.safetensors mvtec/bottle --out trade
-  mdps trade bottle.safetensors mvtec/bottle --steps 2,5,10,20 --precision none --out trade
+  mdps trade bottle.safetensors mvtec/bottle --steps 2,5,10,20 --reduced none --out trade
 \b
 Run it again after a stop: it goes on. Leave the machine alone while it times."""
 )
@@ -31,7 +31,7 @@ Run it again after a stop: it goes on. Leave the machine alone while it times.""
 @click.option("--jacobian-free-rho", "free_scale", type=float, help="Its guidance scale [default: the exact one's].")
 @click.option("--ddad-w", "ddad_scale", type=float, default=4.0, show_default=True, help="Guidance scale of ddad.")
 @click.option(
-    "--precision", "precisions", callback=listed(str, "int8-features,fp16-weights"),
+    "--reduced", "precisions", callback=listed(str, "int8-features,fp16-weights"),
     help="Of int8-features and fp16-weights, or none [default: both].",
 )  # fmt: skip
 @click.option(

@@ -56,7 +56,7 @@ def test_the_reference_comes_first_and_no_way_twice() -> None:
     assert names["ddad_20_one_pass"].variant.first_pass
     assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
-    assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "precision": "int8-features"}
+    assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
     assert names["exact_10_seed_1"].variant.changes.seed == 1
 
 
@@ -335,7 +335,7 @@ def test_the_command_asks_for_what_was_given(
     asked: list[Any] = []
     monkeypatch.setattr(study, "trade", lambda *given, **_: asked.append(given) or found[1])
     command = ["trade", str(small_checkpoint), str(category.root), "--out", str(tmp_path), "--steps", "2,5"]
-    assert terminal.run(cli, [*command, "--precision", "none", "--eta", "1", "--ddad-w", "3", "--json"]) == 0
+    assert terminal.run(cli, [*command, "--reduced", "none", "--eta", "1", "--ddad-w", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "exact_2"
     ((ckpt, chosen, out, options),) = asked
     assert (ckpt, chosen.name, out) == (small_checkpoint, "bottle", tmp_path)

@@ -35,7 +35,7 @@ class Remaker:
             features |= {key: getattr(old.score, key) for key in ("backbone", "stages", "feature_size")}
         options = ExportOptions(
             method=name, samples=old.sampler.samples, seed=old.sampler.seed, crop=seen.crop, crop_size=seen.crop_size,
-            roi=seen.roi, load=known_of(self.manifest), **features,
+            roi=seen.roi, precision=self._precision, load=known_of(self.manifest), **features,
         )  # fmt: skip
         return self._export(self._checkpoint(), name, options)
 
@@ -44,8 +44,12 @@ class Remaker:
         path = self.folder / f"{side}.safetensors"
         denoiser = load_denoiser(self._checkpoint(), known_of(self.manifest))
         save_resized(denoiser, side, path)
-        options = _Alike(backbone_weights=self.backbone_weights, like=self.manifest)
+        options = _Alike(backbone_weights=self.backbone_weights, precision=self._precision, like=self.manifest)
         return self._export(path, str(side), options)
+
+    @property
+    def _precision(self) -> Any:
+        return self.manifest.network.get("precision", "fp32")
 
     def _checkpoint(self) -> Path:
         if self.ckpt is None:

@@ -42,7 +42,7 @@ class Choice:
     @property
     def variant(self) -> Variant:
         """What the runner runs; with one pass, the first of a run of two."""
-        export = {"gradient": self.gradient} | ({"precision": self.precision} if self.precision else {})
+        export = {"gradient": self.gradient} | ({"reduced": self.precision} if self.precision else {})
         changes = Changes(guidance_scale=self.scale, steps=self.steps, seed=self.seed)
         return Variant(self.name, self.label, changes, export, first_pass=not self.mask_pass)
 

@@ -36,7 +36,7 @@ Feeds = dict[str, NDArray[Any]]
 
 
 class PreciseBundles(Bundles):
-    """Bundles whose changes may also name a `precision` of `PRECISIONS`; `good` pictures calibrate int8 ranges."""
+    """Bundles whose changes may also say how they are `reduced`, of `PRECISIONS`; `good` pictures show int8 ranges."""
 
     def __init__(self, folder: Path, choices: Mapping[str, Any], say: Say, good: Sequence[Path]) -> None:
         super().__init__(folder, choices, say)
@@ -44,16 +44,16 @@ class PreciseBundles(Bundles):
 
     def get(self, checkpoint: Path, category: str, changes: Mapping[str, Any]) -> Path:
         """As of full precision, then reduced; UsageError where nothing in the bundle can be reduced so."""
-        usual = {key: value for key, value in changes.items() if key != "precision"}
+        usual = {key: value for key, value in changes.items() if key != "reduced"}
         bundle = super().get(checkpoint, category, usual)
-        precision = changes.get("precision")
-        if precision is None:
+        how = changes.get("reduced")
+        if how is None:
             return bundle
         seen = [[path.name, path.stat().st_size] for path in self._good]
-        reduced = bundle.with_name(f"{bundle.name}-{precision}-{digest(seen)[:8]}")
+        reduced = bundle.with_name(f"{bundle.name}-{how}-{digest(seen)[:8]}")
         if not (reduced / FILE_NAME).is_file():
-            self._say(f"reducing to {precision}")
-            reduce_bundle(bundle, reduced, partial(self._reducers[precision], self))
+            self._say(f"reducing to {how}")
+            reduce_bundle(bundle, reduced, partial(self._reducers[how], self))
         return reduced
 
     def _int8(self, folder: Path, manifest: Manifest) -> None:
@@ -125,7 +125,7 @@ def quantised(path: Path, nodes: Sequence[str], feeds: Sequence[Feeds]) -> Model
     """The graph in `path` with the named convolutions in int8, their ranges those that `feeds` show; weights inside."""
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    class Reader(CalibrationDataReader):
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # it has no types
         def __init__(self) -> None:
             self._left = iter(feeds)
 

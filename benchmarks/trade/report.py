@@ -117,14 +117,12 @@ def _line(axes: "Axes", rows: Sequence[Row], name: str, gradient: str, passes: i
     shown = sorted((row for row in shown if row.median_ms is not None), key=lambda row: row.steps)
     drawn: dict[str, Any] = {"label": f"{gradient}, {'both passes' if passes == 2 else 'no mask pass'}"}
     drawn |= {"color": COLOURS[gradient], "marker": "o", "mfc": None if passes == 2 else "none"}
-    times, values = [row.median_ms for row in shown], [_value(row, name) for row in shown]
+    times, values = [row.median_ms or 0.0 for row in shown], [_value(row, name) for row in shown]
     style = "-" if passes == 2 else "--"
     axes.errorbar(times, values, yerr=_spread(shown, name), linestyle=style, capsize=2, **drawn)
     if passes == 2 and name != "agreement":
-        for row, value in zip(shown, values, strict=True):
-            axes.annotate(
-                f"{row.steps}", (row.median_ms or 0.0, value), fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
+        for row, place in zip(shown, zip(times, values, strict=True), strict=True):
+            axes.annotate(f"{row.steps}", place, fontsize=7, xytext=(3, 3), textcoords="offset points")
 
 
 def _another_seed(axes: "Axes", rows: Sequence[Row]) -> None:
