@@ -1,11 +1,16 @@
 """What goes wrong where a detector really runs: odd mounts, consoles, editors, worker processes, plain pictures."""
 
+import asyncio
 import io
 import json
 import multiprocessing
 import os
+import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -15,8 +20,9 @@ from PIL import Image
 
 from mdps.benchmarks.samples import Sample
 from mdps.models.checkpoints.statements import read_sidecar
-from mdps.runtime import load
+from mdps.runtime import Detector, load
 from mdps.runtime.pictures import read_image
+from mdps.runtime.pipeline import _check_finite
 from mdps.serving.http.command import _token
 from mdps.serving.terminal import run
 
@@ -125,10 +131,71 @@ def test_a_mask_turns_with_its_photograph_whatever_else_the_exif_block_holds(tmp
     assert truth.shape == (12, 8)
 
 
-@pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="other line ends on Windows")
-def test_rows_end_alike_on_every_system(tmp_path: Path) -> None:
-    from mdps.serving.rows import open_rows
+def test_a_bundle_is_plain_files_and_no_links(line_bundle: Path) -> None:
+    """Links need administrator rights on Windows, and are lost by many ways of copying."""
+    assert all(entry.is_file() and not entry.is_symlink() for entry in line_bundle.iterdir())
 
-    with open_rows(tmp_path)[1] as table:
-        table.append("a\n")
-    assert b"\r" not in (tmp_path / "results.csv").read_bytes()
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("images", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_images_judged(line_bundle: Path, line_images: list[bytes], images: int) -> None:
+    with load(line_bundle, threads=1) as detector:
+        for index in range(50):
+            detector(line_images[index % 40])
+        before = _resident_mb()
+        for index in range(images):
+            detector(line_images[index % 40])
+        assert _resident_mb() - before < 5
+
+
+def test_the_first_image_costs_no_more_than_twice_the_median(line_bundle: Path, line_images: list[bytes]) -> None:
+    """In processor time, which other programs do not lengthen; the best of three starts."""
+
+    def ratio() -> float:
+        with load(line_bundle, threads=1) as detector:
+            times = [_processor_seconds(detector, line_images[index]) for index in range(9)]
+        return times[0] / statistics.median(times)
+
+    assert min(ratio() for _ in range(3)) <= 2
+
+
+def _processor_seconds(detector: Detector, picture: bytes) -> float:
+    start = time.process_time()
+    detector(picture)
+    return time.process_time() - start
+
+
+def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
+    """What the pipeline says of it, through the served model, to the counter."""
+    pytest.importorskip("starlette", reason="the extra [serve] is not installed")
+    from mdps.serving.http.metrics import Metrics
+    from mdps.serving.http.model import Loaded, Model
+    from mdps.serving.http.options import ServerOptions
+    from mdps.serving.http.refusals import Refusal
+
+    def judge(observations: Any) -> None:
+        _check_finite({"anomaly_score": np.array([np.nan]), "anomaly_map": np.zeros((1, 1, 2, 2))})
+
+    detector: Any = SimpleNamespace(
+        judge=judge, preprocessing=None, calibration=None, backend="", provenance={"engines": {}}, close=lambda: None
+    )
+    metrics = Metrics()
+
+    async def ask() -> Refusal:
+        with ThreadPoolExecutor(1) as pool:
+            first, options = Loaded(detector, None, 0.0), ServerOptions()
+            model = Model("line", Path(), first, load=lambda: detector, options=options, metrics=metrics, pool=pool)
+            try:
+                with pytest.raises(Refusal) as refused:
+                    await model.judge(lambda _: np.zeros((3, 2, 2), np.float32))
+            finally:
+                await asyncio.to_thread(model.close)
+        return refused.value
+
+    refusal = asyncio.run(ask())
+    assert (refusal.status, refusal.kind) == (500, "nan")
+    assert b'mdps_nan_total{model="line"} 1.0' in metrics.text()
