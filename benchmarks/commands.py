@@ -10,7 +10,17 @@ import click
 from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.benchmarks.trade_command import trade
-from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK, bench_choices
+from mdps.serving.options import (
+    AS_JSON,
+    BACKEND,
+    BUNDLE,
+    EARLY_EXIT,
+    PRODUCT,
+    SAMPLES,
+    THREADS,
+    TRACEBACK,
+    bench_choices,
+)
 from mdps.serving.terminal import SOME_FAILED, needs, print_values, spoken_warnings
 
 if TYPE_CHECKING:
@@ -56,6 +66,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for results, plots, pictures and a report.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
+@EARLY_EXIT
 @THREADS
 @BACKEND
 @PRODUCT

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.benchmarks.looks import Box, Look
-from mdps.runtime.calibration import Calibration
+from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
-from mdps.runtime.loading import choose_backend, open_pipeline
+from mdps.runtime.loading import choose_backend, open_pipeline, override
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
@@ -37,8 +37,8 @@ class BundleJudge:
     """The detector in the folder `bundle` as an evaluation asks it; close it, or use `with`.
 
     `changes` turns the bundle's settings into those to judge with: guidance scales, noise levels, steps, the mask pass,
-    the mask's lambda and range, samples and seed are free. UsageError for what is part of the graphs (`BAKED`).
-    With the mask range "dataset" the first pass runs over all pictures before they are judged.
+    the mask's lambda and range, samples, seed and early exit are free. UsageError for what is part of the graphs
+    (`BAKED`). With the mask range "dataset" the first pass runs over all pictures before they are judged.
 
     No calibration is needed. `product`'s is used where the bundle has one that was made with these settings.
     Raises as `mdps.runtime.load`, and CalibrationError where a frozen mask range was calibrated for another first pass.
@@ -53,21 +53,23 @@ class BundleJudge:
         backend: str = "onnxruntime",
         threads: int | None = None,
         samples: int | None = None,
+        early_exit: float | None = None,
         batch: int = 1,
     ) -> None:
         require(batch >= 1, f"batch {batch} should be at least 1")
         self._bundle, self._batch, self._product = bundle, batch, product
         self.manifest = Manifest.read(bundle)
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
-        if samples is not None:
-            asked = replace(asked, sampler=replace(asked.sampler, samples=samples))
+        asked = override(asked, samples=samples, early_exit=early_exit)
         check_changes(self.manifest, asked)
-        calibration, self.notes = _fitting(self.manifest, product, asked)
+        calibration, self._notes = _fitting(self.manifest, product, asked)
+        exit_limit(calibration, asked.sampler.early_exit, str(bundle))
+        self._looked = self._left = 0
         frozen = _frozen_range(self.manifest, product, asked)
         self.settings = _without_needless_range(asked, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
         if self._uses_test_set:
-            self.notes = (*self.notes, _USES_TEST_SET)
+            self._notes = (*self._notes, _USES_TEST_SET)
         self._detector = self._open(calibration, backend, threads, max(8, batch))
         self._detector.mask_range = frozen
 
@@ -100,6 +102,17 @@ class BundleJudge:
     def calibration(self) -> Calibration | None:
         """The product's, where it was made with these settings."""
         return self._detector.calibration
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its numbers must know, as sentences; an early exit's tells of the last `looks`."""
+        if not self.settings.sampler.early_exit:
+            return self._notes
+        return (
+            *self._notes,
+            f"{self._left} of {self._looked} images skipped the masked pass (early exit "
+            f"{self.settings.sampler.early_exit:g}): their scores are the first pass's, so that ranks mix two scores",
+        )
 
     @property
     def crop(self) -> Box | None:
@@ -139,7 +152,10 @@ class BundleJudge:
         """A look for each picture in order, or the sentence that says why there is none."""
         if self._uses_test_set:
             self._detector.mask_range = self._range_over(paths)
+        self._looked = self._left = 0
         for judged in judge_all(self._detector, paths, self._batch):
+            if not isinstance(judged.result, str):
+                self._looked, self._left = self._looked + 1, self._left + judged.result.early_exit
             yield judged.result if isinstance(judged.result, str) else self._look(judged.result)
 
     def watch(self, told: Callable[[Inspection], object]) -> None:
@@ -203,9 +219,14 @@ class _RangedDetector(Detector):
         return self.preprocessing.network_size
 
     def inspect(
-        self, observations: NDArray[np.float32], *, mask_range: tuple[float, float] | None = None
+        self,
+        observations: NDArray[np.float32],
+        *,
+        mask_range: tuple[float, float] | None = None,
+        early_exit: bool = True,
     ) -> Inspection:
-        found = super().inspect(observations, mask_range=self.mask_range if mask_range is None else mask_range)
+        chosen = self.mask_range if mask_range is None else mask_range
+        found = super().inspect(observations, mask_range=chosen, early_exit=early_exit)
         if self.watcher is not None:
             self.watcher(found)
         return found
@@ -247,7 +268,7 @@ def _fitting(manifest: Manifest, product: str, asked: Settings) -> tuple[Calibra
 
 def _unseeded(settings: Settings) -> Settings:
     """Without what a calibration may differ in or names itself."""
-    return replace(settings, sampler=replace(settings.sampler, seed=0, samples=1))
+    return replace(settings, sampler=replace(settings.sampler, seed=0, samples=1, early_exit=0.0))
 
 
 def _frozen_range(manifest: Manifest, product: str, asked: Settings) -> tuple[float, float] | None:

@@ -34,7 +34,8 @@ def export_single_file(
 
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
     does, to 1e-4. Raises CalibrationError without a calibration of `product`, UsageError for a bundle that is traced,
-    beyond 2 GB or stitches (AutoDDPM), BackendError where file and bundle disagree; then nothing is written.
+    beyond 2 GB, stitches (AutoDDPM) or has an early exit, BackendError where file and bundle disagree; then nothing is
+    written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
@@ -62,6 +63,11 @@ def _refuse(bundle: Path, manifest: Manifest) -> None:
         raise UsageError(
             f"{bundle} stitches, inpaints or resamples (AutoDDPM), which the single file does not hold: "
             "deploy the bundle's folder, or export another --method"
+        )
+    if sampler.early_exit:
+        raise UsageError(
+            f"{bundle} lets images skip the masked pass (early_exit), which the single file does not hold: set it to 0 "
+            "in the manifest, or deploy the bundle's folder"
         )
     if any(graph.session == "traced" for graph in manifest.graphs.values()):
         raise UsageError(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.preprocessing import Picture
 from mdps.runtime.records import Record
+from mdps.runtime.settings import EXIT_SHARES
 
 if TYPE_CHECKING:
     from mdps.runtime.detector import Detector
@@ -28,7 +29,8 @@ class Calibration(Record):
     A score above `threshold` is a "fail". `false_alarm_rate` was asked for; `expected_false_alarm_rate` is what
     `images` good images can promise. `mask_low` and `mask_high` bound the maps of the first pass (the frozen mask
     range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` is a
-    warning sentence or empty.
+    warning sentence or empty. `first_quantiles` are the scores of the first pass that a share of good images does
+    not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none.
     """
 
     threshold: float
@@ -42,12 +44,18 @@ class Calibration(Record):
     samples: int
     seed: int
     note: str = ""
+    first_quantiles: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")
         require(self.images >= 1, "a calibration needs at least one image")
         require(self.mask_low <= self.mask_high, "mask_low should not exceed mask_high")
         require(self.map_low <= self.map_high, "map_low should not exceed map_high")
+        require(
+            len(self.first_quantiles) in (0, len(EXIT_SHARES))
+            and list(self.first_quantiles) == sorted(self.first_quantiles),
+            f"first_quantiles should be {len(EXIT_SHARES)} rising scores or none",
+        )
 
     @property
     def mask_range(self) -> tuple[float, float]:
@@ -71,6 +79,39 @@ def good_threshold(scores: NDArray[np.float32], false_alarm_rate: float) -> tupl
     return float(np.sort(scores)[rank - 1]), 1 - rank / (count + 1)
 
 
+def first_quantiles(scores: NDArray[np.float32]) -> tuple[float, ...]:
+    """From first-pass scores [n] of good images, for each of EXIT_SHARES: the k-th smallest, k = floor((n + 1) share).
+
+    The next good image stays at or below it with a probability of at most that share, as in `good_threshold`; with so
+    few images that k would be 0 it is the smallest.
+    """
+    ranks = [max(1, math.floor((len(scores) + 1) * share + 1e-9)) for share in EXIT_SHARES]
+    return tuple(np.sort(scores)[[rank - 1 for rank in ranks]].tolist())
+
+
+def exit_limit(calibration: Calibration | None, share: float, name: str) -> float | None:
+    """The first-pass score up to which an image skips the masked pass, None for a `share` of 0; see `SamplerSettings`.
+
+    It never exceeds the threshold, so that who skips the pass is good by both scores' measure: below a part of the good
+    ones in the first pass, and no "fail" if that pass were the last. CalibrationError, naming the bundle `name`, where
+    the calibration does not say.
+    """
+    if not share:
+        return None
+    remedy = "run `mdps calibrate BUNDLE GOOD_FOLDER`, or set the early exit to 0"
+    if calibration is None:
+        raise CalibrationError(
+            f"an early exit compares an image with the first pass of good parts, and {name} has no calibration for "
+            f"these settings and this product, or none was to be used: {remedy}"
+        )
+    if not calibration.first_quantiles:
+        raise CalibrationError(
+            f"the calibration of {name} has no scores of the first pass, which an early exit needs, for it was made "
+            f"before they were recorded: {remedy}"
+        )
+    return min(calibration.first_quantiles[EXIT_SHARES.index(share)], calibration.threshold)
+
+
 def calibrate(
     detector: "Detector", images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8
 ) -> Calibration:
@@ -87,10 +128,12 @@ def calibrate(
     settings = detector.settings
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
     scores: list[NDArray[np.float32]] = []
+    first_scores: list[NDArray[np.float32]] = []
     first, last = _Range(), _Range()
     for observations in _batches(detector, pictures, batch):
-        found = detector.inspect(observations, mask_range=frozen)
+        found = detector.inspect(observations, mask_range=frozen, early_exit=False)
         scores.append(found.anomaly_score)
+        first_scores.append(found.first_score)
         first.add(found.first_map)
         last.add(found.anomaly_map)
     threshold, expected = good_threshold(np.concatenate(scores), false_alarm_rate)
@@ -106,6 +149,7 @@ def calibrate(
         samples=settings.sampler.samples,
         seed=settings.sampler.seed,
         note=_warn_if_few(len(pictures), false_alarm_rate, expected),
+        first_quantiles=first_quantiles(np.concatenate(first_scores)),
     )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mdps.runtime.calibration import Calibration
+from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BundleError, CalibrationError, require
 from mdps.runtime.manifest import FILE_NAME, GraphEntry, Manifest
@@ -27,6 +28,7 @@ def load(
     threads: int | None = None,
     samples: int | None = None,
     seed: int | None = None,
+    early_exit: float | None = None,
     calibrated: bool = True,
     max_batch: int = 8,
     warm_up: bool = True,
@@ -38,17 +40,18 @@ def load(
     BackendWarning where it cannot). The guided step of a bundle made with `--guidance-backend traced` runs in torch
     whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
 
-    `samples` (N_s) and `seed` override the bundle's; at most `max_batch` posterior samples are computed at once. With
-    `calibrated` the product must have a calibration made with the same number of samples. Raises BundleError,
-    CalibrationError (both are UsageErrors) or BackendError.
+    `samples` (N_s), `seed` and `early_exit` (see `SamplerSettings`; it needs a calibration) override the bundle's; at
+    most `max_batch` posterior samples are computed at once. With `calibrated` the product must have a calibration made
+    with the same number of samples. Raises BundleError, CalibrationError (both are UsageErrors) or BackendError.
     """
     path = Path(path)
     require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
     manifest = Manifest.read(path)
-    settings = _override(manifest.settings, samples, seed)
+    settings = override(manifest.settings, samples=samples, seed=seed, early_exit=early_exit)
     for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
     calibration = _calibration(path, manifest, product, settings) if calibrated else None
+    exit_limit(calibration, settings.sampler.early_exit, str(path))  # the detector says so too, but after its engines
     chosen = choose_backend(
         path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
     )
@@ -112,11 +115,10 @@ def _comparable_passes(manifest: Manifest, settings: Settings) -> list[int]:
     return [index for is_guided, index in guided.items() if not (is_guided and traced)]
 
 
-def _override(settings: Settings, samples: int | None, seed: int | None) -> Settings:
-    sampler = settings.sampler
-    sampler = replace(sampler, samples=sampler.samples if samples is None else samples)
-    sampler = replace(sampler, seed=sampler.seed if seed is None else seed)
-    return replace(settings, sampler=sampler)
+def override(settings: Settings, **given: int | float | None) -> Settings:
+    """`settings` with the fields of its sampler that are `given` and not None; UsageError out of their range."""
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(settings, sampler=replace(settings.sampler, **changes))
 
 
 def _calibration(path: Path, manifest: Manifest, product: str, settings: Settings) -> Calibration:

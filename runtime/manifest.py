@@ -16,7 +16,7 @@ from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_BYTES = 16 * 2**20
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
@@ -30,6 +30,17 @@ def _add_methods(obj: dict[str, Any]) -> dict[str, Any]:
     return migrated
 
 
+def _add_early_exit(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 knew no early exit, so its calibrations did not record what one needs."""
+    calibrations = obj.get("calibrations")
+    products = calibrations if isinstance(calibrations, dict) else {}
+    added = {"settings": {"sampler": {"early_exit": 0.0}}}
+    migrated: dict[str, Any] = _with_missing(
+        obj, added | {"calibrations": {name: {"first_quantiles": []} for name in products}}
+    )
+    return migrated
+
+
 def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
     """A copy with the leaves of `added` where `obj` lacks them; what is no object stays for `from_json` to refuse."""
     if not isinstance(obj, dict):
@@ -38,7 +49,7 @@ def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
     return {key: value for key, value in added.items() if type(value) is not dict} | obj | inner
 
 
-MIGRATIONS: dict[int, Migration] = {1: _add_methods}
+MIGRATIONS: dict[int, Migration] = {1: _add_methods, 2: _add_early_exit}
 """From each older schema version to the next one."""
 
 

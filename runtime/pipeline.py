@@ -1,7 +1,7 @@
 """From observations to maps and scores on arrays: both passes of the method and the scoring between and after them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ class Inspection:
 
     `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `first_map` and `first_score` are those of the first pass (the same
     where there is no other); `mask` [B, 1, H, W], made from `first_map`, is the one the masked pass ran under;
-    `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B.
+    `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B; `early_exit` [B]
+    bool: which images skipped the masked pass, so that their map, score and samples are the first pass's.
     """
 
     anomaly_map: Array
@@ -34,6 +35,7 @@ class Inspection:
     first_score: Array
     posterior_samples: Array
     times: dict[str, float]
+    early_exit: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,13 @@ class Pipeline:
     settings: Settings
     noise: Noise
 
-    def inspect(self, observations: Array, mask_range: tuple[float, float] | None) -> Inspection:
+    def inspect(
+        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
+    ) -> Inspection:
         """Both passes on float32 [B, 3, H, W]; `mask_range` is needed unless the range is per image.
 
-        Raises CalibrationError without it, BackendError where a map or score is no finite number.
+        An image whose first-pass score is no higher than `exit_limit` skips the masked pass. Raises CalibrationError
+        without a range, BackendError where a map or score is no finite number.
         """
         if mask_range is None and self.settings.mask.range != "per-image":
             raise CalibrationError(
@@ -60,12 +65,9 @@ class Pipeline:
         clock = _Clock()
         features = self._features(observations, clock)
         samples, first = self._first(observations, features, mask_range, clock)
-        found = first
-        if self.settings.sampler.masked_pass is not None:
-            with clock("masked_pass"):
-                samples = self._sample(1, observations, first["mask"], samples)
-            with clock("score"):
-                found = self._score(samples, observations, features, mask_range)
+        leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)  # never a NaN
+        batch = _Batch(observations, features, first["mask"], samples)
+        samples, found = self._last(batch, first, ~leaves, mask_range, clock)
         _check_finite(found)
         return Inspection(
             anomaly_map=found["anomaly_map"],
@@ -75,6 +77,7 @@ class Pipeline:
             first_score=first["anomaly_score"],
             posterior_samples=samples,
             times=clock.times,
+            early_exit=leaves,
         )
 
     def first_maps(self, observations: Array) -> Array:
@@ -117,6 +120,32 @@ class Pipeline:
         with clock("score"):
             return samples, self._score(samples, observations, features, mask_range)
 
+    def _last(
+        self,
+        batch: "_Batch",
+        first: Arrays,
+        stay: NDArray[np.bool_],
+        mask_range: tuple[float, float] | None,
+        clock: "_Clock",
+    ) -> tuple[Array, Arrays]:
+        """Samples and findings: of the masked pass for the images that `stay`, of the first for the others."""
+        if self.settings.sampler.masked_pass is None or not stay.any():
+            return batch.samples, first
+        if stay.all():
+            return self._masked(batch, mask_range, clock)
+        rows = np.repeat(stay, self.settings.sampler.samples)
+        samples, found = self._masked(batch.pick(stay, rows), mask_range, clock)
+        merged = {name: _replaced(first[name], stay, array) for name, array in found.items()}
+        return _replaced(batch.samples, rows, samples), merged
+
+    def _masked(self, batch: "_Batch", mask_range: tuple[float, float] | None, clock: "_Clock") -> tuple[Array, Arrays]:
+        """Samples of the masked pass, and map and score of them."""
+        with clock("masked_pass"):
+            samples = self._sample(1, batch.observations, batch.mask, batch.samples)
+        with clock("score"):
+            wanted = ("anomaly_map", "anomaly_score")
+            return samples, self._score(samples, batch.observations, batch.features, mask_range, wanted)
+
     def _sample(self, pass_index: int, observations: Array, mask: Array, previous: Array | None = None) -> Array:
         *_, last = posterior_sampling(
             self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous,
@@ -125,7 +154,12 @@ class Pipeline:
         return last.x
 
     def _score(
-        self, samples: Array, observations: Array, features: Arrays, mask_range: tuple[float, float] | None
+        self,
+        samples: Array,
+        observations: Array,
+        features: Arrays,
+        mask_range: tuple[float, float] | None,
+        outputs: Sequence[str] | None = None,
     ) -> Arrays:
         low, high = mask_range or (0.0, 0.0)
         scalars = {
@@ -137,7 +171,28 @@ class Pipeline:
         by_image = samples.reshape(len(observations), self.settings.sampler.samples, *samples.shape[1:])
         feeds = {"posterior_samples": by_image, "observation": observations, **features}
         feeds |= {name: np.asarray(value, dtype=np.float32) for name, value in scalars.items()}
-        return self.score.run({name: feeds[name] for name in self.score.inputs if name in feeds})
+        return self.score.run({name: feeds[name] for name in self.score.inputs if name in feeds}, outputs)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the masked pass needs of the first one."""
+
+    observations: Array
+    features: Arrays
+    mask: Array
+    samples: Array
+
+    def pick(self, images: NDArray[np.bool_], rows: NDArray[np.bool_]) -> "_Batch":
+        """Only some of the images, whose samples are `rows`."""
+        features = {name: array[images] for name, array in self.features.items()}
+        return _Batch(self.observations[images], features, self.mask[images], self.samples[rows])
+
+
+def _replaced(old: Array, where: NDArray[np.bool_], new: Array) -> Array:
+    copy = old.copy()
+    copy[where] = new
+    return copy
 
 
 class _Clock:

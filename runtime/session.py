@@ -20,8 +20,8 @@ class BoundRun(Protocol):
     def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
         """Run with the inputs that are still open; the outputs named in `into` are written to its arrays.
 
-        These are C-contiguous, of the outputs' shapes and dtypes, and no input of the same run. BackendError where feeds
-        or arrays do not fit or the engine fails.
+        These are C-contiguous, of the outputs' shapes and dtypes, and no input of the same run. BackendError where
+        something does not fit or the engine fails.
         """
 
 

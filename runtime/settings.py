@@ -6,6 +6,9 @@ from typing import Literal
 from mdps.runtime.errors import require
 from mdps.runtime.records import Record
 
+EXIT_SHARES = tuple(k / 20 for k in range(1, 20))
+"""Shares of good parts whose first-pass scores a calibration records, and so the early exits there are."""
+
 
 @dataclass(frozen=True)
 class PassSettings(Record):
@@ -41,6 +44,8 @@ class SamplerSettings(Record):
     `gradient`: "exact" is that of the norm of y - x0_hat by x_t; "jacobian-free" takes eps as constant in it; "ddad" is
     x_t - y_t with y_t the observation under the predicted noise (DDAD, Mousakhan et al. 2023). Only "exact" needs the
     network's vector-Jacobian product, at twice the cost of a forward.
+    `early_exit`: an image that scores no higher in the first pass than this share of good parts did, nor than the
+    threshold, skips the masked pass; one of EXIT_SHARES, or 0 where every image goes through all passes.
     """
 
     time_index: Literal["paper", "reference"]
@@ -53,11 +58,20 @@ class SamplerSettings(Record):
     samples: int
     seed: int
     noise: Literal["gaussian", "simplex"] = "gaussian"
+    early_exit: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 <= self.eta_ddim <= 1, f"eta_ddim {self.eta_ddim} should lie between 0 and 1")
         require(1 <= self.samples <= 4096, f"the number of samples {self.samples} should lie between 1 and 4096")
         require(0 <= self.seed < 2**63, f"seed {self.seed} should lie between 0 and 2**63 - 1")
+        require(
+            self.early_exit in (0, *EXIT_SHARES),
+            f"early exit {self.early_exit} should be 0 (off) or a multiple of 0.05 from 0.05 to 0.95",
+        )
+        require(
+            not self.early_exit or self.masked_pass is not None,
+            "an early exit skips the masked pass, and these settings have none: leave the early exit out",
+        )
         require(self.first_pass.start == "observation", "the first pass has nothing before it to stitch from")
         for settings in self.passes:
             given = "steps" if settings.skip is None else "skip"

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, PRODUCT, SAMPLES, THREADS, TRACEBACK
+from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, EARLY_EXIT, PRODUCT, SAMPLES, THREADS, TRACEBACK
 from mdps.serving.terminal import SOME_FAILED, spoken_warnings
 
 
@@ -26,6 +26,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 )
 @AS_JSON
 @SAMPLES
+@EARLY_EXIT
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
 @THREADS
 @BACKEND
@@ -43,8 +44,8 @@ def predict(
 ) -> int:
     """Judge images: verdicts, anomaly maps, pictures and a report.
 
-    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, error), maps/*.npy (float32, in the
-    unit of the score), overlays/*.png and report.html into --out.
+    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, error), maps/*.npy
+    (float32, in the unit of the score), overlays/*.png and report.html into --out.
     """
     from mdps.runtime import load
     from mdps.serving.run import inspect_folder

@@ -150,6 +150,7 @@ def _write_outputs(judged: Judged, name: str, out: Path, heat_range: HeatRange |
         verdict=result.verdict,
         map=f"{MAPS}/{name}.npy",
         ms=round(judged.ms, 3),
+        early_exit=result.early_exit,
     )
     _write(out / str(row.map), _npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))

@@ -23,6 +23,12 @@ THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."
 )
 SAMPLES = click.option("--samples", type=click.IntRange(1), help="Posterior samples an image [default: the bundle's].")
+EARLY_EXIT = click.option(
+    "--early-exit",
+    type=click.FloatRange(0, 0.95),
+    help="Skip the mask pass where the first one scores no higher than this share of good parts did, 0.05 to 0.95 "
+    "[default: the bundle's, which is 0, off].",
+)
 
 
 def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> None:

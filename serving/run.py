@@ -79,6 +79,7 @@ def calibrate_folder(
         samples=samples,
         threads=threads,
         backend=backend,
+        early_exit=0.0,
         calibrated=False,
         warm_up=False,
     ) as detector:

@@ -6,10 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mdps.runtime.calibration import Calibration, CalibrationWarning, calibrate, good_threshold
+from mdps.runtime.calibration import (
+    Calibration,
+    CalibrationWarning,
+    calibrate,
+    exit_limit,
+    first_quantiles,
+    good_threshold,
+)
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.runtime.settings import MaskSettings, paper_settings
+from mdps.runtime.settings import EXIT_SHARES, MaskSettings, paper_settings
 
 
 class BrightnessDetector:
@@ -23,11 +30,13 @@ class BrightnessDetector:
     def first_maps(self, observations):
         return observations[:, :1]
 
-    def inspect(self, observations, *, mask_range=None):
+    def inspect(self, observations, *, mask_range=None, early_exit=True):
+        assert not early_exit  # good parts go through both passes
         self.given.append(mask_range)
         self.sizes.append(len(observations))
         maps = observations[:, :1]
-        return SimpleNamespace(anomaly_score=maps.mean(axis=(1, 2, 3)), first_map=maps, anomaly_map=maps / 2)
+        scores = maps.mean(axis=(1, 2, 3))
+        return SimpleNamespace(anomaly_score=scores, first_map=maps, anomaly_map=maps / 2, first_score=2 * scores)
 
 
 def pictures(levels):
@@ -78,6 +87,8 @@ def test_calibrate_measures_threshold_and_ranges():
     assert found.mask_range == pytest.approx((unit(100), unit(118)), abs=1e-6)
     assert (found.map_low, found.map_high) == pytest.approx((unit(100) / 2, unit(118) / 2), abs=1e-6)
     assert (found.samples, found.seed, found.note) == (1, 0, "")
+    # Of 19 scores in the first pass (twice those of 100 to 118) the next one exceeds 95, 90, .., 5 %.
+    np.testing.assert_allclose(found.first_quantiles, [2 * unit(level) for level in range(100, 119)], atol=1e-6)
     assert detector.sizes == [4, 4, 4, 4, 3]
     assert set(detector.given) == {None}
 
@@ -133,6 +144,38 @@ def test_nan_maps_are_no_calibration():
 def test_json_round_trip_and_checks():
     calibration = Calibration(0.5, 0.01, 0.01, 120, 0.0, 1.0, 0.0, 2.0, 1, 0)
     assert Calibration.from_json(calibration.to_json()) == calibration
+    assert calibration.first_quantiles == ()
+    recorded = replace(calibration, first_quantiles=tuple(0.01 * k for k in range(19)))
+    assert Calibration.from_json(recorded.to_json()) == recorded
+    for scores in ((0.1,), tuple(0.01 * (19 - k) for k in range(19))):
+        with pytest.raises(UsageError, match="19 rising scores or none"):
+            replace(calibration, first_quantiles=scores)
     for change in ({"images": 0}, {"false_alarm_rate": 0.0}, {"mask_low": 2.0}, {"map_low": 3.0}, {"threshold": "1"}):
         with pytest.raises(BundleError):
             Calibration.from_json({**calibration.to_json(), **change})
+
+
+def test_an_early_exit_is_below_its_share_of_good_parts_and_below_the_threshold():
+    scores = tuple(0.05 * k for k in range(1, 20))
+    calibration = replace(Calibration(0.5, 0.01, 0.01, 120, 0.0, 1.0, 0.0, 2.0, 1, 0), first_quantiles=scores)
+    assert exit_limit(calibration, 0.0, "b") is None
+    assert exit_limit(None, 0.0, "b") is None
+    assert exit_limit(calibration, 0.05, "b") == pytest.approx(0.05)
+    assert exit_limit(calibration, 0.3, "b") == pytest.approx(0.3)
+    assert exit_limit(calibration, 0.95, "b") == 0.5  # the threshold
+    with pytest.raises(CalibrationError, match=r"b has no calibration for these settings.*mdps calibrate"):
+        exit_limit(None, 0.3, "b")
+    with pytest.raises(CalibrationError, match=r"b has no scores of the first pass.*mdps calibrate"):
+        exit_limit(replace(calibration, first_quantiles=()), 0.3, "b")
+
+
+@pytest.mark.parametrize("count", [19, 50, 7])
+def test_so_many_of_the_next_good_parts_leave_early(count):
+    rng = np.random.default_rng(1)
+    left = np.zeros(19)
+    for _ in range(4000):
+        scores = rng.gamma(2.0, size=count + 1).astype(np.float32)
+        left += scores[-1] <= np.array(first_quantiles(scores[:-1]))
+    shares = np.maximum(np.floor(np.array(EXIT_SHARES) * (count + 1) + 1e-9), 1) / (count + 1)
+    np.testing.assert_allclose(left / 4000, shares, atol=0.035)
+    assert (shares <= np.maximum(EXIT_SHARES, 1 / (count + 1)) + 1e-9).all()

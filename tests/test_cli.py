@@ -123,7 +123,8 @@ def test_predict_as_json_is_lines_on_stdout_and_messages_on_stderr(
     streams = capsys.readouterr()
     rows = [json.loads(text) for text in streams.out.splitlines()]
     assert [row["verdict"] for row in rows] == ["pass", "fail", "error"]
-    assert all(list(row) == ["path", "score", "threshold", "verdict", "map", "ms", "error"] for row in rows)
+    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "error"]
+    assert all(list(row) == keys for row in rows)
     assert "torn.png" in streams.err
     assert "2 of 3 images judged" in streams.err
     assert streams.out == (line.out / "results.jsonl").read_text()
@@ -148,8 +149,9 @@ def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace
 
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
-    options += ["--backend", "auto"]
+    options += ["--backend", "auto", "--early-exit", "0.5"]
     expected = {"product": "blue", "threads": 2, "backend": "auto", "samples": 5, "calibrated": False}
+    expected |= {"early_exit": 0.5}
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
     assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
 

@@ -246,6 +246,134 @@ def test_the_map_averages_over_samples(bundle, samples):
             np.testing.assert_allclose(result.posterior_sample, first, atol=1e-5)
 
 
+# Early exit
+
+
+def marked(size, seed=0):
+    """A good part with a square of 2 x 2 pixels that is `size` levels darker."""
+    image = good(1, seed)[0].astype(int)
+    image[2:4, 5:7] -= size
+    return np.clip(image, 0, 255).astype(np.uint8)
+
+
+MIXED = [marked(size, seed) for seed, size in enumerate([0, 160, 3, 12, 150, 0, 6, 90])]
+ARRAYS = ("anomaly_map", "anomaly_score", "mask", "first_map", "first_score")
+
+
+def observed(detector, pictures):
+    return np.stack([detector.preprocessing(picture) for picture in pictures])
+
+
+def exiting(folder, **options):
+    """A detector that lets out who scores as half of the good parts, without regard to the threshold."""
+    manifest = Manifest.read(folder)
+    calibration = manifest.calibrations["default"]
+    raised = replace(calibration, threshold=max(calibration.threshold, calibration.first_quantiles[-1]))
+    manifest.with_calibration("default", raised).write(folder)
+    return load(folder, early_exit=0.5, threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def exit_bundle(tmp_path_factory):
+    return calibrated(make_bundle(tmp_path_factory.mktemp("exit") / "b", settings_of(samples=2)))
+
+
+def test_who_looks_good_skips_the_masked_pass_and_nobody_else_notices(exit_bundle):
+    with exiting(exit_bundle) as detector, load(exit_bundle, threads=1) as full:
+        y = observed(detector, MIXED)
+        limit = detector.calibration.first_quantiles[9]
+        found, wanted = detector.inspect(y), full.inspect(y)
+        left = wanted.first_score <= limit
+        assert 2 <= left.sum() <= 6
+        np.testing.assert_array_equal(found.early_exit, left)
+        for name in ("first_map", "first_score", "mask"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+        for name in ("anomaly_map", "anomaly_score"):
+            np.testing.assert_array_equal(getattr(found, name)[~left], getattr(wanted, name)[~left])
+        np.testing.assert_array_equal(found.anomaly_score[left], wanted.first_score[left])
+        np.testing.assert_array_equal(found.anomaly_map[left], wanted.first_map[left])
+        assert (found.anomaly_map[left] != wanted.anomaly_map[left]).any()
+        samples, all_samples = (f.posterior_samples.reshape(8, 2, 3, SIZE, SIZE) for f in (found, wanted))
+        np.testing.assert_array_equal(samples[~left], all_samples[~left])
+        per_sample = np.abs(samples[left] - y[left, None]).sum(axis=2).mean(axis=1)  # the first pass's
+        np.testing.assert_allclose(per_sample, wanted.first_map[left, 0], atol=1e-5)
+        assert not wanted.early_exit.any()
+
+
+def test_an_early_exit_depends_on_no_other_image_of_the_batch(exit_bundle):
+    for options in ({"max_batch": 16}, {"max_batch": 6}):
+        with exiting(exit_bundle, **options) as detector:
+            together = detector.batch(MIXED)
+            for image, result in zip(MIXED, together, strict=True):
+                alone = detector(image)
+                for name in ("score", "verdict", "early_exit"):
+                    assert getattr(alone, name) == getattr(result, name)
+                np.testing.assert_array_equal(alone.anomaly_map, result.anomaly_map)
+                np.testing.assert_array_equal(alone.posterior_sample, result.posterior_sample)
+                assert (alone.times["masked_pass"] == 0) == alone.early_exit
+            assert {result.verdict for result in together if result.early_exit} == {"pass"}
+
+
+def test_only_the_remaining_images_go_on(exit_bundle):
+    sizes = []
+    with exiting(exit_bundle, max_batch=16) as detector:
+        real = detector._pipeline.steps.guided.bind
+
+        def bind(feeds):
+            sizes.append(len(feeds["observation"]))
+            return real(feeds)
+
+        object.__setattr__(detector._pipeline.steps.guided, "bind", bind)
+        gone = sum(result.early_exit for result in detector.batch(MIXED))
+        assert sizes == [16, 2 * (8 - gone)]
+        sizes.clear()
+        calm = [image for image in MIXED if detector(image).early_exit]
+        sizes.clear()
+        assert all(result.early_exit for result in detector.batch(calm))
+        assert sizes == [2 * len(calm)]
+
+
+def test_without_an_early_exit_nothing_changes(exit_bundle):
+    with load(exit_bundle, threads=1) as plain, load(exit_bundle, early_exit=0.0, threads=1) as off:
+        y = observed(plain, MIXED)
+        with exiting(exit_bundle) as detector:
+            for name in (*ARRAYS, "posterior_samples"):
+                wanted = getattr(plain.inspect(y), name)
+                np.testing.assert_array_equal(getattr(off.inspect(y), name), wanted)
+                np.testing.assert_array_equal(getattr(detector.inspect(y, early_exit=False), name), wanted)
+            rate = {"false_alarm_rate": 0.05}
+            assert calibrate(detector, good(20), **rate) == calibrate(plain, good(20), **rate)
+        assert not any(result.early_exit for result in off.batch(MIXED))
+
+
+def test_a_threshold_below_the_good_parts_lets_nobody_out(exit_bundle, tmp_path):
+    manifest = Manifest.read(exit_bundle)
+    low = replace(manifest.calibrations["default"], threshold=0.0)
+    folder = make_bundle(tmp_path / "b", settings_of(samples=2))
+    Manifest.read(folder).with_calibration("default", low).write(folder)
+    with load(folder, early_exit=0.95, threads=1) as detector:
+        assert not any(result.early_exit for result in detector.batch(MIXED))
+
+
+def test_an_early_exit_is_in_the_provenance_or_refused(exit_bundle, tmp_path):
+    with exiting(exit_bundle) as detector:
+        assert detector.provenance["settings"]["sampler"]["early_exit"] == 0.5
+    with pytest.raises(CalibrationError, match=r"early exit compares .*b has no calibration .*mdps calibrate"):
+        load(exit_bundle, early_exit=0.5, calibrated=False)
+    for share in (0.33, 1.0, -0.05):
+        with pytest.raises(UsageError, match=r"multiple of 0\.05"):
+            load(exit_bundle, early_exit=share)
+    single = calibrated(make_bundle(tmp_path / "single", settings_of(masked=None)))
+    with pytest.raises(UsageError, match="skips the masked pass, and these settings have none"):
+        load(single, early_exit=0.5)
+    manifest = Manifest.read(exit_bundle)
+    old = replace(manifest.calibrations["default"], first_quantiles=())
+    folder = make_bundle(tmp_path / "old", settings_of(samples=2))
+    Manifest.read(folder).with_calibration("default", old).write(folder)
+    with pytest.raises(CalibrationError, match="old has no scores of the first pass"):
+        load(folder, early_exit=0.5)
+
+
 def test_another_seed_is_another_noise(bundle, detector):
     with load(bundle, seed=1, threads=1) as other:
         assert other.settings.sampler.seed == 1

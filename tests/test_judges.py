@@ -307,6 +307,32 @@ def test_another_seed_keeps_the_threshold(copy_of: Callable[..., Path]) -> None:
         assert not judge.notes
 
 
+def test_an_early_exit_is_counted_and_keeps_the_threshold(
+    tiny_bundle: Path, copy_of: Callable[..., Path], category: Category
+) -> None:
+    with load(tiny_bundle, calibrated=False, threads=1) as plain:
+        observations = np.stack([plain.preprocessing(path) for path in paths_of(category)])
+        whole = plain.inspect(observations)
+    middle = float(np.sort(whole.first_score)[2])  # of five
+    known = calibration(threshold=max(middle, 0.5), first_quantiles=(middle,) * 19)
+    bundle = copy_of(calibrations={"default": known})
+    with BundleJudge(bundle, early_exit=0.5, threads=1, batch=5) as judge:
+        found = evaluate(judge, category)
+        assert judge.threshold == known.threshold
+        assert evaluate(judge, category).problems == found.problems  # counted anew
+    left = whole.first_score <= middle
+    expected = np.where(left, whole.first_score, whole.anomaly_score)
+    np.testing.assert_allclose([row.score for row in found.rows], expected, rtol=1e-4)
+    (said,) = [problem for problem in found.problems if "early exit" in problem]
+    assert said.startswith("3 of 5 images skipped the masked pass (early exit 0.5)")
+    with BundleJudge(bundle, threads=1) as judge:
+        assert not judge.notes
+    with pytest.raises(CalibrationError, match="early exit"):
+        BundleJudge(tiny_bundle, early_exit=0.5)
+    with pytest.raises(CalibrationError, match="early exit"):
+        BundleJudge(bundle, changes=mask_settings(mask_lambda=0.3), early_exit=0.5)
+
+
 def test_a_calibrated_range_holds_for_the_same_first_pass_only(
     tiny_bundle: Path, copy_of: Callable[..., Path], category: Category
 ) -> None:

@@ -138,7 +138,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 3.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 4.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -203,7 +203,8 @@ def test_a_bundle_of_the_first_schema_means_what_it_meant(bundle):
 
     def age(obj):
         obj["schema_version"] = 1
-        del obj["settings"]["sampler"]["noise"]
+        del obj["settings"]["sampler"]["noise"], obj["settings"]["sampler"]["early_exit"]
+        del obj["calibrations"]["default"]["first_quantiles"]
         for one in ("first_pass", "masked_pass"):
             for key in ("start", "resamples"):
                 del obj["settings"]["sampler"][one][key]
@@ -219,6 +220,35 @@ def test_a_damaged_bundle_of_the_first_schema_is_a_sentence(bundle, sampler):
     spoil(bundle, lambda obj: obj.update(schema_version=1, settings=obj["settings"] | {"sampler": sampler}))
     with pytest.raises(BundleError, match="sampler"):
         Manifest.read(bundle)
+
+
+def test_a_bundle_of_the_second_schema_has_no_early_exit(bundle):
+    now = Manifest.read(bundle)
+
+    def age(obj):
+        obj["schema_version"] = 2
+        del obj["settings"]["sampler"]["early_exit"], obj["calibrations"]["default"]["first_quantiles"]
+
+    spoil(bundle, age)
+    assert Manifest.read(bundle) == now
+    assert (now.settings.sampler.early_exit, now.calibrations["default"].first_quantiles) == (0, ())
+    for odd in (None, [], {"default": 3}):
+        spoil(bundle, lambda obj, odd=odd: obj.update(schema_version=2, calibrations=odd))
+        with pytest.raises(BundleError, match="calibrations"):
+            Manifest.read(bundle, verify=False)
+        spoil(bundle, lambda obj: obj.update(calibrations={}))
+
+
+def test_early_exits_and_their_scores_come_back_from_the_file(bundle):
+    quantiles = tuple(0.01 * k for k in range(19))
+    manifest = Manifest.read(bundle)
+    sampler = replace(manifest.settings.sampler, early_exit=0.45)
+    calibration = replace(CALIBRATION, first_quantiles=quantiles)
+    changed = replace(manifest, settings=replace(manifest.settings, sampler=sampler))
+    changed.with_calibration("blue", calibration).write(bundle)
+    again = Manifest.read(bundle)
+    assert again.settings.sampler.early_exit == 0.45
+    assert again.calibrations == {"default": CALIBRATION, "blue": calibration}
 
 
 JSON = st.recursive(

@@ -105,8 +105,7 @@ def test_an_encoded_file_as_bytes(client, line_images, expected):
 
 
 def test_an_encoded_file_in_json_is_base64(server, line_images, expected):
-    text = base64.b64encode(line_images[0]).decode()
-    message = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [text]}]}
+    message = {"inputs": [tensor_in_json(line_images[0])]}
     status, reply = ask_json(f"{server.url}/v2/models/line/versions/1/infer", json.dumps(message).encode())
     assert status == 200
     assert reply["outputs"][0]["data"] == pytest.approx([expected[0].score], rel=1e-5)
@@ -142,8 +141,28 @@ def test_inspect_takes_a_file_raw_or_in_a_form(server, line_images, expected):
         assert reply["score"] == pytest.approx(expected[2].score, rel=1e-5)
         assert reply["threshold"] == pytest.approx(expected[2].threshold)
         assert reply["verdict"] == expected[2].verdict
+        assert reply["early_exit"] is False
         assert reply["times_ms"]["total"] >= reply["times_ms"]["first_pass"] > 0
         assert "map" not in reply
+
+
+def test_an_early_exit_is_said_of_each_picture(line_bundle, line_images):
+    with load(line_bundle, threads=1, early_exit=0.5) as detector:
+        wanted = detector.batch(line_images)
+    assert {result.early_exit for result in wanted} == {True, False}
+    with serving([line_bundle], *ONE, "--early-exit", "0.5") as running:
+        for image, result in zip(line_images, wanted, strict=True):
+            _, reply = ask_json(f"{running.url}/inspect", image)
+            assert (reply["verdict"], reply["early_exit"]) == (result.verdict, result.early_exit)
+            assert reply["score"] == pytest.approx(result.score, rel=1e-5)
+            assert (reply["times_ms"]["masked_pass"] == 0) == result.early_exit
+        message = json.dumps({"inputs": [tensor_in_json(line_images[0])]}).encode()
+        _, reply = ask_json(f"{running.url}/v2/models/line/infer", message)
+        assert reply["parameters"]["early_exit"] is wanted[0].early_exit
+
+
+def tensor_in_json(data):
+    return {"name": "image", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(data).decode()]}
 
 
 def test_inspect_gives_the_map_as_numbers_or_as_a_picture(server, line_images, expected):

@@ -250,6 +250,17 @@ def test_a_traced_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
         export_single_file(copy)
 
 
+def test_a_bundle_that_lets_images_out_early_is_refused(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle, copy)
+    manifest = Manifest.read(copy)
+    sampler = replace(manifest.settings.sampler, early_exit=0.5)
+    replace(manifest, settings=replace(manifest.settings, sampler=sampler)).write(copy)
+    with pytest.raises(UsageError, match=r"skip the masked pass.*set it to 0 in the manifest"):
+        export_single_file(copy, tmp_path / "alone.onnx")
+    assert not (tmp_path / "alone.onnx").exists()
+
+
 def test_more_than_one_file_can_hold_is_refused(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1_000_000)
     with pytest.raises(UsageError, match="at most 2 GB"):

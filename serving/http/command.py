@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mdps.serving.options import BACKEND, PRODUCT, SAMPLES, THREADS, TRACEBACK
+from mdps.serving.options import BACKEND, EARLY_EXIT, PRODUCT, SAMPLES, THREADS, TRACEBACK
 from mdps.serving.terminal import needs, spoken_warnings
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ Exit code: 0 after SIGTERM or Ctrl-C, when all accepted requests were answered."
 @THREADS
 @BACKEND
 @SAMPLES
+@EARLY_EXIT
 @PRODUCT
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK
@@ -77,7 +78,7 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
         from mdps.serving.http.server import run
     loading = Loading(
         calibrated=not options["scores_only"],
-        **{name: options[name] for name in ("product", "backend", "threads", "samples")},
+        **{name: options[name] for name in ("product", "backend", "threads", "samples", "early_exit")},
     )
     limits = Limits(
         body_bytes=int(options["max_body_mib"] * 2**20),

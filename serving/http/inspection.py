@@ -62,7 +62,7 @@ class Inspecting:
             service.live[here.model.name].add(judged.result, times["total"])
         result = judged.result
         answer: dict[str, Any] = {"model": here.model.name, "score": result.score, "threshold": result.threshold}
-        answer |= {"verdict": result.verdict, "times_ms": times}
+        answer |= {"verdict": result.verdict, "early_exit": result.early_exit, "times_ms": times}
         if shown is not None:
             answer["map"] = {"encoding": kind, "base64": shown}
         return JSONResponse(answer)

@@ -40,6 +40,7 @@ class Loading:
     backend: str = "onnxruntime"
     threads: int | None = None
     samples: int | None = None
+    early_exit: float | None = None
     calibrated: bool = True
 
 

@@ -81,8 +81,9 @@ class Protocol:
             judged = await here.model.judge(lambda preprocessing: observe(asked.picture, preprocessing))
         judged.stages["prepare"] += parsing
         begun = time.perf_counter()
-        name, version, times = here.model.name, here.model.version, milliseconds(judged.stages)
-        content, head = await service.on_thread(lambda: tensors.answer(name, version, asked, judged.result, times))
+        name, version = here.model.name, here.model.version
+        said = {**milliseconds(judged.stages), "early_exit": judged.result.early_exit}
+        content, head = await service.on_thread(lambda: tensors.answer(name, version, asked, judged.result, said))
         times = here.finish(service, judged, time.perf_counter() - begun)
         service.live[name].add(judged.result, times["total"])
         headers = {} if head is None else {_HEADER_LENGTH: str(head)}
