@@ -97,9 +97,7 @@ def _figure(path: Path) -> str:
 def _rows(evaluation: Evaluation) -> list[Row]:
     """For the table of images: the broken ones first, then from the highest score down."""
     rows = [
-        Row(
-            one.path, one.score, evaluation.threshold, _verdict(one, evaluation.threshold), ms=one.ms, error=one.error
-        )  # fmt: skip
+        Row(one.path, one.score, evaluation.threshold, _verdict(one, evaluation.threshold), ms=one.ms, error=one.error)
         for one in evaluation.rows
     ]
     return sorted(rows, key=lambda row: (row.score is not None, -(row.score or 0.0)))
