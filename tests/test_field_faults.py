@@ -1,10 +1,12 @@
 """What goes wrong where a detector really runs: odd mounts, consoles, editors, worker processes, plain pictures."""
 
+import ast
 import asyncio
 import io
 import json
 import multiprocessing
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from mdps.runtime.pipeline import _check_finite
 from mdps.serving.http.command import _token
 from mdps.serving.terminal import run
 
+ROOT = Path(__file__).resolve().parent.parent
 BOM = b"\xef\xbb\xbf"  # what Notepad and PowerShell write in front of UTF-8
 
 
@@ -181,3 +184,24 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
     refusal = asyncio.run(ask())
     assert (refusal.status, refusal.kind) == (500, "nan")
     assert b'mdps_nan_total{model="line"} 1.0' in metrics.text()
+
+
+def test_no_duration_is_taken_from_the_wall_clock() -> None:
+    """It jumps when it is set; these modules read it to say when something happened, and subtract nothing."""
+    stamping = {"serving/http/live.py", "serving/http/model.py", "serving/http/screen.py", "serving/http/server.py"}
+    for part in ("runtime", "serving", "training", "export", "models", "benchmarks"):
+        for path in (ROOT / part).rglob("*.py"):
+            reads = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if _is_wall_clock(node)]
+            assert not reads or path.relative_to(ROOT).as_posix() in stamping, f"{path} reads the wall clock"
+
+
+def _is_wall_clock(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "datetime.now", "time.time_ns")
+
+
+def test_every_test_that_the_table_of_faults_names_exists() -> None:
+    named = re.findall(r"`([a-z_]+): ([a-z0-9_]+)`", (ROOT / "docs" / "field-faults.md").read_text(encoding="utf-8"))
+    assert len(named) > 60
+    for file, name in named:
+        text = (ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8")
+        assert f"def test_{name}(" in text, f"docs/field-faults.md names {file}: {name}, which is no test"
