@@ -21,7 +21,7 @@ from mdps.runtime.doctor import gpus
 from mdps.runtime.errors import BackendError, UsageError, require
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
@@ -91,9 +91,9 @@ class Builder:
             raise BackendError(self._sentence(path, log, "it gives no reason"))
         self._keep_timings(config)
         data = bytes(plan)
-        if not set(_cards()) & set(self.capabilities):  # an engine loads on its card only
-            return Built(data, types, "network")
-        return Built(data, engine_types(self.library, log, data, precision, path), "engine")
+        here = set(_cards()) & set(self.capabilities)  # an engine loads on its card only
+        found = engine_types(self.library, log, data, precision, path) if here else None
+        return Built(data, types, "network") if found is None else Built(data, found, "engine")
 
     def _parsed(self, builder: Any, log: Any, path: Path) -> Any:
         flag = getattr(self.library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)

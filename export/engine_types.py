@@ -33,8 +33,8 @@ def check_network(library: Any, network: Any, precision: str, path: Path) -> Typ
     return dict(counted.most_common())
 
 
-def engine_types(library: Any, log: Any, plan: bytes, precision: str, path: Path) -> Types:
-    """The same of the built engine by its inspector; the card that the plan is for must be there."""
+def engine_types(library: Any, log: Any, plan: bytes, precision: str, path: Path) -> Types | None:
+    """The same of the built engine by its inspector, see `inspected_types`; the card the plan is for must be there."""
     engine = library.Runtime(log).deserialize_cuda_engine(plan)
     if engine is None:
         reason = log.errors[-1] if log.errors else "the library gives no reason"
@@ -43,29 +43,22 @@ def engine_types(library: Any, log: Any, plan: bytes, precision: str, path: Path
     return inspected_types(text, precision, path)
 
 
-def inspected_types(text: str, precision: str, path: Path) -> Types:
+def inspected_types(text: str, precision: str, path: Path) -> Types | None:
     """Counts the layers in an inspector's JSON by the type of their result; BackendError for a product of a wrong type.
 
-    A layer is a product where its kind or the nodes it was fused from are convolutions. Such a layer may give another
-    type than it takes, when a cast was fused into it, so its inputs count.
+    None where no convolution can be seen, as in engines that are one fused layer: then the network is what binds. The
+    input of a convolution counts, for a cast may be fused into its result.
     """
     counted: Counter[str] = Counter()
-    for layer in json.loads(text)["Layers"]:
-        if isinstance(layer, str):
-            raise BackendError(
-                f"the engine of {path.name} tells no types of its layers: build it with detailed verbosity"
-            )
+    seen = False
+    for layer in (one for one in json.loads(text)["Layers"] if isinstance(one, dict)):
         counted.update(_type(tensor) for tensor in layer.get("Outputs", [])[:1])
-        known = [found for found in map(_type, layer.get("Inputs", [])) if found in _INSPECTOR_TYPES.values()]
-        if _is_product(layer) and known and known[0] != _INSPECTOR_TYPES[precision]:
-            raise BackendError(_mismatch(path, str(layer["Name"]), _INSPECTOR_TYPES[precision], known[0]))
-    if _INSPECTOR_TYPES[precision] not in counted:
-        raise BackendError(_mismatch(path, "every layer", _INSPECTOR_TYPES[precision], ", ".join(counted)))
-    return dict(counted.most_common())
-
-
-def _is_product(layer: dict[str, Any]) -> bool:
-    return str(layer.get("LayerType", "")).lower() in (*PRODUCTS, "caskconvolution", "caskdeconvolutionv2")
+        inputs = [found for found in map(_type, layer.get("Inputs", [])) if found in _INSPECTOR_TYPES.values()]
+        if "conv" in str(layer.get("LayerType", "")).lower() and inputs:
+            seen = True
+            if inputs[0] != _INSPECTOR_TYPES[precision]:
+                raise BackendError(_mismatch(path, str(layer["Name"]), _INSPECTOR_TYPES[precision], inputs[0]))
+    return dict(counted.most_common()) if seen else None
 
 
 def _type(tensor: dict[str, Any]) -> str:
