@@ -263,6 +263,15 @@ def test_the_traced_step_is_autograd(network, program, settings, prediction):
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4)
 
 
+def test_a_bound_traced_run_gives_what_a_run_gives(program):
+    session = TracedSession(program, PAPER, threads=1)
+    given = step_feeds(session.inputs)
+    fixed = {name: given.pop(name) for name in ("observation", "mask", "guidance_scale")}
+    into = {"x_s": np.empty_like(given["x_t"])}
+    session.bind(fixed).run(given, into)
+    np.testing.assert_array_equal(into["x_s"], session.run(fixed | given)["x_s"])
+
+
 def test_traced_images_do_not_see_each_other(program):
     session = TracedSession(program, PAPER, threads=1)
     given = step_feeds(session.inputs)
