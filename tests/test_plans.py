@@ -1,4 +1,4 @@
-"""Plans of a bundle: their names, what the manifest says of them, and that the runtime reads such a bundle as before."""
+"""Plans of a bundle: their names, what the manifest says of them, and that the runtime reads it as before."""
 
 import importlib.util
 import json
