@@ -37,9 +37,12 @@ Run it again after a stop: it goes on. Leave the machine alone while it times.""
 @click.option(
     "--calibration",
     type=click.IntRange(1),
-    default=32,
+    default=100,
     show_default=True,
-    help="Good images that show int8 its ranges.",
+    help="Good images for int8's ranges and the exits.",
+)
+@click.option(
+    "--early-exit", "exits", callback=listed(float, "0.5,0.9"), help="Shares of good parts, or none [default: 0.5,0.9]."
 )
 @click.option("--rounds", type=click.IntRange(1), default=11, show_default=True, help="Times each way is timed.")
 @EVERY

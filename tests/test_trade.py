@@ -12,22 +12,26 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+from PIL import Image
 from scipy.stats import pearsonr, spearmanr
 
 from mdps.benchmarks.datasets import Category, find_categories
 from mdps.benchmarks.judges import BundleJudge
 from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.variants import Changes, with_steps
+from mdps.benchmarks.streaming import PixelCounts
 from mdps.benchmarks.trade import precision, study, timing
 from mdps.benchmarks.trade.agreement import agreement
 from mdps.benchmarks.trade.choices import choices
+from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.report import markdown
 from mdps.benchmarks.trade.study import Trade, TradeOptions, trade
 from mdps.benchmarks.trade.timing import Clock, Way, steps_within
 from mdps.cli import cli
 from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import LoadOptions
-from mdps.runtime import UsageError
+from mdps.runtime import UsageError, load
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.session import open_session
 from mdps.runtime.settings import PassSettings, paper_settings, reference_settings
@@ -49,15 +53,18 @@ def category(write_category: Callable[..., Path], tmp_path_factory: pytest.TempP
 
 def test_the_reference_comes_first_and_no_way_twice() -> None:
     equal = {"jacobian-free": [6, 10, 20], "ddad": [5, 10, 20]}
-    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features",))
+    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features",), (0.5,))
     assert (found[0].name, found[0].label) == ("exact_10", "exact, N = 10")
-    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 2
+    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 3
     names = {choice.name: choice for choice in found}
     assert names["ddad_20_one_pass"].variant.first_pass
     assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
     assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
     assert names["exact_10_seed_1"].variant.changes.seed == 1
+    exit_ = names["exact_10_exit_0.5"]
+    assert (exit_.label, exit_.variant.changes) == ("exact, N = 10, early exit 0.5", Changes(steps=10, early_exit=0.5))
+    assert exit_.variant.export == {"gradient": "exact", "calibrated": 10}
 
 
 def test_steps_that_do_not_divide_the_noise_level_lower_it_a_little() -> None:
@@ -230,7 +237,13 @@ def test_what_cannot_be_reduced_is_told(tiny_bundle: Path, tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def options() -> TradeOptions:
     return TradeOptions(
-        steps=(1, 2), precisions=("fp16-weights",), rounds=2, threads=1, choices=CHOICES, command="mdps trade x"
+        steps=(1, 2),
+        precisions=("fp16-weights",),
+        exits=(0.95,),
+        rounds=2,
+        threads=1,
+        choices=CHOICES,
+        command="mdps trade x",
     )
 
 
@@ -250,6 +263,7 @@ def test_the_study_measures_every_way(found: tuple[Path, Trade]) -> None:
     assert reference.agreement.pearson == pytest.approx(1.0)
     by_name = {row.name: row for row in result.rows}
     assert {"exact_1_one_pass", "jacobian-free_2", "ddad_1", "exact_2_fp16-weights", "exact_2_seed_1"} <= set(by_name)
+    assert "exact_2_exit_0.95" in by_name
     assert by_name["exact_2_seed_1"].median_ms is None
     for row in others:
         assert row.images == 4
@@ -287,7 +301,7 @@ def test_pairs_compare_at_equal_steps_and_at_equal_time(found: tuple[Path, Trade
     kinds = [pair.kind for pair in result.pairs]
     assert kinds.count("equal steps") == 2 * 2
     assert kinds.count("equal time") == 2 * 2
-    assert {"fewer steps", "no mask pass", "less precision", "another seed"} <= set(kinds)
+    assert {"fewer steps", "no mask pass", "less precision", "early exit", "another seed"} <= set(kinds)
     by_label = {row.label: row for row in result.rows}
     for pair in result.pairs:
         one, other = by_label[pair.one], by_label[pair.other]
@@ -295,6 +309,52 @@ def test_pairs_compare_at_equal_steps_and_at_equal_time(found: tuple[Path, Trade
         assert pair.found["pixel_auroc"].value == pytest.approx(difference, abs=2e-3)  # counts are binned
         if pair.time is not None and one.median_ms and other.median_ms:
             assert pair.time == pytest.approx(one.median_ms / other.median_ms)
+
+
+def test_who_exits_early_has_the_first_pass_score_and_time_and_the_others_those_of_both(
+    found: tuple[Path, Trade], category: Category
+) -> None:
+    out, result = found
+    by_name = {row.name: row for row in result.rows}
+    row = by_name["exact_2_exit_0.95"]
+    (bundle,) = (out / "bundles").glob("*-calibrated-2-*")
+    with load(bundle, early_exit=0.95, threads=1, warm_up=False) as detector:
+        results = [detector(sample.path) for sample in category.test]
+    labels = [sample.defective for sample in category.test]
+    left = [one.early_exit for one in results]
+    assert row.exits is not None
+    assert row.exits.good == sum(gone for gone, bad in zip(left, labels, strict=True) if not bad) / 2
+    assert row.exits.defective == sum(gone for gone, bad in zip(left, labels, strict=True) if bad) / 2
+    assert row.metrics["image_auroc"] == pytest.approx(auroc(labels, [one.score for one in results]))
+    times = json.loads((out / "times.json").read_text())["ms"]
+    each = zip(times["exact_2_one_pass"], times["exact_2"], strict=True)
+    assert row.median_ms == pytest.approx(np.median([row.exits.good * a + (1 - row.exits.good) * b for a, b in each]))
+
+
+def test_the_share_that_exits_and_its_time(tiny_bundle: Path, tmp_path: Path) -> None:
+    good = pictures_of_noise(tmp_path, 7)
+    precision.write_calibrated(tiny_bundle, tmp_path / "c", Changes(steps=1), good, 1)
+    manifest = Manifest.read(tmp_path / "c")
+    assert manifest.settings.sampler.first_pass.steps == 1
+    known = manifest.calibrations["default"]
+    limit = min(known.first_quantiles[9], known.threshold)
+    scores = (limit - 1, limit, limit + 1e9, limit + 1e9, limit + 1e9)
+    labels = (False, False, False, True, True)
+    first = Outcome(5, {}, labels, scores, PixelCounts(), {}, ())
+    exits = Exits.of(first, tmp_path / "c", 0.5)
+    assert (exits.good, exits.defective) == (pytest.approx(2 / 3), 0.0)
+    assert exits.ms([3.0, 6.0], [6.0, 12.0]) == pytest.approx([4.0, 8.0])
+    with pytest.raises(UsageError, match="no good training images"):
+        precision.write_calibrated(tiny_bundle, tmp_path / "d", Changes(), (), 1)
+
+
+def pictures_of_noise(folder: Path, count: int) -> list[Path]:
+    """Pictures of noise."""
+    paths = [folder / f"{index}.png" for index in range(count)]
+    for index, path in enumerate(paths):
+        pixels = np.random.default_rng(index).integers(90, 160, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return paths
 
 
 def test_a_study_that_was_made_is_not_made_again(
@@ -318,6 +378,7 @@ def test_what_the_study_cannot_do_is_refused(small_checkpoint: Path, category: C
         ({"steps": (5,)}, "at least two"),
         ({"steps": (0, 5)}, "at least one step"),
         ({"precisions": ("int4",)}, "no precision 'int4'"),
+        ({"exits": (0.52,)}, "multiple of 0.05"),
     ):
         with pytest.raises(UsageError, match=words):
             TradeOptions(**wrong)  # type: ignore[arg-type]

@@ -30,9 +30,10 @@ class Changes(Record):
     samples: int | None = None
     steps: int | None = None
     seed: int | None = None
+    early_exit: float | None = None
 
     def __call__(self, settings: Settings) -> Settings:
-        """`settings` with both passes at the guidance scale and of so many steps, the posterior samples, the seed."""
+        """`settings` with these: guidance scale and steps of both passes, the rest of the sampler."""
         sampler = settings.sampler
         if self.steps is not None:
             first = with_steps(sampler.first_pass, self.steps)
@@ -46,6 +47,8 @@ class Changes(Record):
             sampler = replace(sampler, samples=self.samples)
         if self.seed is not None:
             sampler = replace(sampler, seed=self.seed)
+        if self.early_exit is not None:
+            sampler = replace(sampler, early_exit=self.early_exit)
         return replace(settings, sampler=sampler)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mdps.benchmarks.reproduce.variants import Changes, Variant
 
@@ -15,7 +16,8 @@ OTHER_SEED = 1
 class Choice:
     """One way: a gradient, N steps a pass, one pass or two, and what is reduced ("" or one of PRECISIONS).
 
-    `scale` is the gradient's guidance scale, None for the bundle's own; `seed` None for the bundle's own.
+    `scale` is the gradient's guidance scale, None for the bundle's own; `seed` None for the bundle's own. `early_exit`
+    is the share of `SamplerSettings`, 0 for none.
     """
 
     gradient: str
@@ -24,12 +26,13 @@ class Choice:
     precision: str = ""
     scale: float | None = None
     seed: int | None = None
+    early_exit: float = 0.0
 
     @property
     def name(self) -> str:
         """For programs: such as "exact_10", "jacobian-free_5_one_pass"."""
         parts = [self.gradient, str(self.steps), "" if self.mask_pass else "one_pass", self.precision]
-        parts.append("" if self.seed is None else f"seed_{self.seed}")
+        parts += ["" if self.seed is None else f"seed_{self.seed}", f"exit_{self.early_exit:g}" * bool(self.early_exit)]
         return "_".join(part for part in parts if part)
 
     @property
@@ -37,13 +40,15 @@ class Choice:
         """For people."""
         parts = [self.gradient, f"N = {self.steps}", "" if self.mask_pass else "no mask pass"]
         parts += [PRECISIONS.get(self.precision, ""), "" if self.seed is None else f"seed {self.seed}"]
+        parts.append(f"early exit {self.early_exit:g}" * bool(self.early_exit))
         return ", ".join(part for part in parts if part)
 
     @property
     def variant(self) -> Variant:
         """What the runner runs; with one pass, the first of a run of two."""
-        export = {"gradient": self.gradient} | ({"reduced": self.precision} if self.precision else {})
-        changes = Changes(guidance_scale=self.scale, steps=self.steps, seed=self.seed)
+        export: dict[str, Any] = {"gradient": self.gradient} | ({"reduced": self.precision} if self.precision else {})
+        export |= {"calibrated": self.steps} if self.early_exit else {}
+        changes = Changes(self.scale, steps=self.steps, seed=self.seed, early_exit=self.early_exit or None)
         return Variant(self.name, self.label, changes, export, first_pass=not self.mask_pass)
 
 
@@ -52,6 +57,7 @@ def choices(
     equal_time: Mapping[str, Sequence[int]],
     scales: Mapping[str, float],
     precisions: Sequence[str],
+    exits: Sequence[float] = (),
 ) -> tuple[Choice, ...]:
     """All of them, the reference first: exact with the most of `steps` and both passes.
 
@@ -64,5 +70,6 @@ def choices(
         for count in sorted({*steps, *equal_time.get(gradient, ())}, reverse=True):
             found += [Choice(gradient, count, both, scale=scales.get(gradient)) for both in (True, False)]
     found += [Choice(EXACT, most, precision=precision) for precision in precisions]
+    found += [Choice(EXACT, most, early_exit=share) for share in exits]
     found.append(Choice(EXACT, most, seed=OTHER_SEED))
     return tuple(dict.fromkeys(found))

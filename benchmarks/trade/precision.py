@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from mdps.benchmarks.reproduce.bundles import Bundles, Say, digest
+from mdps.benchmarks.reproduce.runner import settled
+from mdps.benchmarks.reproduce.variants import Changes, Variant
+from mdps.benchmarks.trade.exits import write_calibrated
 from mdps.export.graph import INLINE_BYTES
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.errors import UsageError
@@ -36,25 +39,38 @@ Feeds = dict[str, NDArray[Any]]
 
 
 class PreciseBundles(Bundles):
-    """Bundles whose changes may also say how they are `reduced`, of `PRECISIONS`; `good` pictures show int8 ranges."""
+    """Bundles whose changes may also say how they are `reduced`, of `PRECISIONS`, or `calibrated`, for how many steps.
 
-    def __init__(self, folder: Path, choices: Mapping[str, Any], say: Say, good: Sequence[Path]) -> None:
+    `good` pictures show int8 ranges and calibrate; `threads` as in `load`.
+    """
+
+    def __init__(
+        self, folder: Path, choices: Mapping[str, Any], say: Say, good: Sequence[Path], threads: int | None = None
+    ) -> None:
         super().__init__(folder, choices, say)
-        self._good = good
+        self._good, self._threads = good, threads
 
     def get(self, checkpoint: Path, category: str, changes: Mapping[str, Any]) -> Path:
-        """As of full precision, then reduced; UsageError where nothing in the bundle can be reduced so."""
-        usual = {key: value for key, value in changes.items() if key != "reduced"}
+        """As usual, then reduced or calibrated; UsageError where nothing in the bundle can be reduced so."""
+        usual = {key: value for key, value in changes.items() if key not in ("reduced", "calibrated")}
         bundle = super().get(checkpoint, category, usual)
-        how = changes.get("reduced")
-        if how is None:
-            return bundle
+        if how := changes.get("reduced"):
+            change = partial(self._reducers[how], self)
+            return self._made(bundle, how, lambda out: reduce_bundle(bundle, out, change))
+        if steps := changes.get("calibrated"):
+            settle = settled(Variant("", "", Changes(steps=steps)))
+            write = partial(write_calibrated, change=settle, good=self._good, threads=self._threads)
+            return self._made(bundle, f"calibrated-{steps}", lambda out: write(bundle, out))
+        return bundle
+
+    def _made(self, bundle: Path, what: str, write: Callable[[Path], None]) -> Path:
+        """The bundle made of another one with the good pictures, once."""
         seen = [[path.name, path.stat().st_size] for path in self._good]
-        reduced = bundle.with_name(f"{bundle.name}-{how}-{digest(seen)[:8]}")
-        if not (reduced / FILE_NAME).is_file():
-            self._say(f"reducing to {how}")
-            reduce_bundle(bundle, reduced, partial(self._reducers[how], self))
-        return reduced
+        out = bundle.with_name(f"{bundle.name}-{what}-{digest(seen)[:8]}")
+        if not (out / FILE_NAME).is_file():
+            self._say(f"making a bundle: {what}")
+            write(out)
+        return out
 
     def _int8(self, folder: Path, manifest: Manifest) -> None:
         if not manifest.settings.score.stages:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mdps.benchmarks.bootstrap import Interval
 from mdps.benchmarks.trade.choices import GRADIENTS
+from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.rows import Pair, Row
 from mdps.benchmarks.trade.study import Trade
 from mdps.runtime.atomic import write_bytes, write_text
@@ -22,7 +23,8 @@ AUROCS = {"image_auroc": "image AUROC %", "pixel_auroc": "pixel AUROC %"}
 EXPLAINED = (
     "Milliseconds are of one image that lies in memory, medians of {rounds} interleaved rounds with one image each. "
     "AUROCs are in per cent with 95 % bootstrap intervals over the images. Agreement is Pearson's (Spearman's) "
-    "correlation of an image's map with that of the first row, pixel by pixel, the mean over the images."
+    "correlation of an image's map with that of the first row, pixel by pixel, the mean over the images. "
+    "The time of an early exit is what a good part takes on average, from the times of one pass and of both."
 )
 
 
@@ -55,7 +57,13 @@ def _rows(rows: Sequence[Row]) -> Iterator[list[str]]:
         agreed = "" if row.agreement is None else f"{row.agreement.pearson:.3f} ({row.agreement.spearman:.3f})"
         ratio = "" if row.ratio_to_reference is None else f"{row.ratio_to_reference:.2f}"
         ms = "not timed" if row.median_ms is None else f"{row.median_ms:,.0f}"
-        yield [row.label, ms, ratio, *(_auroc(row, name) for name in AUROCS), agreed]
+        label = row.label if row.exits is None else f"{row.label} ({_left(row.exits)} exit)"
+        yield [label, ms, ratio, *(_auroc(row, name) for name in AUROCS), agreed]
+
+
+def _left(exits: Exits) -> str:
+    shares = {"good": exits.good, "defective": exits.defective}
+    return ", ".join(f"{share:.0%} of the {kind}" for kind, share in shares.items() if share is not None)
 
 
 def _auroc(row: Row, name: str) -> str:
@@ -94,8 +102,7 @@ def plot(found: Trade) -> bytes:
             for passes in (2, 1):
                 _line(axes, found.rows, name, gradient, passes)
         for row in found.rows:
-            if row.precision in PRECISION_MARKS:
-                mark = PRECISION_MARKS[row.precision]
+            if mark := "^" if row.exits else PRECISION_MARKS.get(row.precision):
                 axes.plot([row.median_ms], [_value(row, name)], mark, color="black", mfc="none", label=row.label)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
@@ -114,6 +121,7 @@ def plot(found: Trade) -> bytes:
 
 def _line(axes: "Axes", rows: Sequence[Row], name: str, gradient: str, passes: int) -> None:
     shown = [row for row in rows if (row.gradient, row.passes, row.precision) == (gradient, passes, "fp32")]
+    shown = [row for row in shown if row.exits is None]
     shown = sorted((row for row in shown if row.median_ms is not None), key=lambda row: row.steps)
     drawn: dict[str, Any] = {"label": f"{gradient}, {'both passes' if passes == 2 else 'no mask pass'}"}
     drawn |= {"color": COLOURS[gradient], "marker": "o", "mfc": None if passes == 2 else "none"}

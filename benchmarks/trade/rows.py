@@ -12,18 +12,20 @@ from mdps.benchmarks.bootstrap import Interval
 from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.trade.agreement import Agreement
 from mdps.benchmarks.trade.choices import EXACT, GRADIENTS, Choice
+from mdps.benchmarks.trade.exits import Exits
 
 Metrics = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of a choice; `ms` is empty where its time is that of another."""
+    """What was found of a choice; `ms` is empty where its time is that of another. `exits` only of an early exit."""
 
     choice: Choice
     outcome: Outcome
     agreement: Agreement | None
     ms: Sequence[float]
+    exits: Exits | None = None
 
     @property
     def median_ms(self) -> float:
@@ -35,7 +37,8 @@ class Measured:
 class Row:
     """`metrics`: image and pixel AUROC, `intervals` their 95 % bootstrap intervals, both without undefined ones.
 
-    `agreement` is with the maps of the reference; `ratio_to_reference` compares median times, an image each.
+    `agreement` is with the maps of the reference; `ratio_to_reference` compares median times, an image each. With an
+    early exit the time is what a good part takes on average.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Row:
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     agreement: Agreement | None
+    exits: Exits | None
     median_ms: float | None
     p95_ms: float | None
     ratio_to_reference: float | None
@@ -74,6 +78,7 @@ def row_of(one: Measured, reference: Measured) -> Row:
         metrics={name: one.outcome.metrics[name] for name in intervals},
         intervals=intervals,
         agreement=one.agreement,
+        exits=one.exits,
         median_ms=one.median_ms if one.ms else None,
         p95_ms=float(np.percentile(one.ms, 95)) if one.ms else None,
         ratio_to_reference=one.median_ms / reference.median_ms if one.ms else None,
@@ -108,7 +113,7 @@ class Pair:
 def pairs(found: Sequence[Measured]) -> Iterator[Pair]:
     """The comparisons that the study is made for; `found` has the reference first."""
     reference = found[0]
-    usual = [one for one in found if not one.choice.precision and one.choice.seed is None]
+    usual = [one for one in found if not one.choice.precision and one.choice.seed is None and one.exits is None]
     both = [one for one in usual if one.choice.mask_pass]
     exact = [one for one in both if one.choice.gradient == EXACT]
     for gradient in GRADIENTS[1:]:
@@ -121,6 +126,7 @@ def pairs(found: Sequence[Measured]) -> Iterator[Pair]:
         if not one.choice.mask_pass:
             yield from (_pair("no mask pass", one, two) for two in both if _same_but_mask(one.choice, two.choice))
     yield from (_pair("less precision", one, reference) for one in found if one.choice.precision)
+    yield from (_pair("early exit", one, reference) for one in found if one.exits is not None)
     yield from (_pair("another seed", one, reference) for one in found if one.choice.seed is not None)
 
 

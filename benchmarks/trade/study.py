@@ -8,16 +8,18 @@ from typing import Any, TypeVar
 from mdps.benchmarks.bench.machine import machine_facts
 from mdps.benchmarks.datasets import Category
 from mdps.benchmarks.reproduce.bundles import plain
+from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.runner import FIRST, LAST, MAPS, Runner, settled
 from mdps.benchmarks.trade.agreement import agreement, load_maps
 from mdps.benchmarks.trade.choices import DDAD, EXACT, GRADIENTS, PRECISIONS, Choice, choices
+from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.precision import PreciseBundles
 from mdps.benchmarks.trade.rows import Measured, Pair, Row, pairs, row_of
 from mdps.benchmarks.trade.timing import Clock, Times, Way, middle, steps_within
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.loading import choose_backend
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.settings import Settings
+from mdps.runtime.settings import EXIT_SHARES, Settings
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -30,15 +32,16 @@ class TradeOptions:
     """What is compared. `steps`: N of each gradient, the largest is the reference's.
 
     `free_scale`, `ddad_scale`: guidance scales of those gradients (None: the bundle's own for the first). `precisions`
-    of `PRECISIONS`. `calibration`: good images that show the int8 ranges. `rounds`: times each way is timed. `choices`
-    are options of `mdps export` by name. The rest as in `reproduce`.
+    of `PRECISIONS`; `exits`: early exits. `calibration`: good images that show the int8 ranges, and which images may
+    exit. `rounds`: times each way is timed. `choices` are options of `mdps export` by name. The rest as in `reproduce`.
     """
 
     steps: tuple[int, ...] = (3, 5, 10)
     free_scale: float | None = None
     ddad_scale: float = DDAD_SCALE
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    calibration: int = 32
+    exits: tuple[float, ...] = (0.5, 0.9)
+    calibration: int = 100
     rounds: int = 11
     every: int = 1
     largest: int | None = 256
@@ -51,6 +54,8 @@ class TradeOptions:
         require(len(set(self.steps)) >= 2, "the study needs at least two numbers of --steps: time is a line over them")
         require(min(self.steps) >= 1, "a pass needs at least one step")
         require(self.rounds >= 1 and self.calibration >= 1, "rounds and calibration images should be at least 1")
+        for share in self.exits:
+            require(share in EXIT_SHARES, f"an early exit is a multiple of 0.05 from 0.05 to 0.95, not {share:g}")
         for name in self.precisions:
             require(name in PRECISIONS, f"there is no precision {name!r}: choose among {', '.join(PRECISIONS)}")
 
@@ -106,7 +111,7 @@ class _Study:
     def __init__(self, ckpt: Path, category: Category, out: Path, options: TradeOptions, say: Say) -> None:
         self._ckpt, self._category, self._out, self._options, self._say = ckpt, category, out, options, say
         good = _spread(category.train, options.calibration)
-        self._bundles = PreciseBundles(out / "bundles", options.choices, say, good)
+        self._bundles = PreciseBundles(out / "bundles", options.choices, say, good, options.threads)
         self._manifest = Manifest.read(self._bundle(Choice(EXACT, max(options.steps))))
         _check(self._manifest.settings)
         self._backend = choose_backend(
@@ -118,7 +123,7 @@ class _Study:
     def found(self) -> Trade:
         """Everything; what takes long is kept on the way."""
         options = self._options
-        wanted = choices(options.steps, self._equal_time(), options.scales, self._possible())
+        wanted = choices(options.steps, self._equal_time(), options.scales, self._possible(), self._exits())
         runner = self._runner()
         folders = {one: runner.folder(one.variant, self._category, self._ckpt) for one in wanted}
         self._say(f"timing {len(wanted)} ways, {options.rounds} rounds: leave the machine alone")
@@ -160,6 +165,13 @@ class _Study:
                 possible.append(name)
         return possible
 
+    def _exits(self) -> tuple[float, ...]:
+        """The early exits; none where there is nothing to calibrate on."""
+        if self._category.train or not self._options.exits:
+            return self._options.exits
+        self._notes.append("early exit: left out, this category has no good training images to calibrate it on")
+        return ()
+
     def _measured(self, folders: Mapping[Choice, Path], times: Times) -> list[Measured]:
         reference = load_maps(next(iter(folders.values())) / MAPS, LAST)
         found = []
@@ -167,8 +179,14 @@ class _Study:
             which = LAST if choice.mask_pass else FIRST
             outcome = self._runner().run(choice.variant, self._category, self._ckpt)
             same = agreement(load_maps(folder / MAPS, which), reference)
-            found.append(Measured(choice, outcome, same, times.get(choice.name, ())))
+            exits = self._who_left(choice, folder)
+            found.append(Measured(choice, outcome, same, _times_of(choice, times, exits), exits))
         return found
+
+    def _who_left(self, choice: Choice, folder: Path) -> Exits | None:
+        if not choice.early_exit:
+            return None
+        return Exits.of(Outcome.load(folder, FIRST), self._bundle(choice), choice.early_exit)
 
     def _bundle(self, choice: Choice) -> Path:
         return self._bundles.get(self._ckpt, self._category.name, choice.variant.export)
@@ -202,8 +220,15 @@ def _one_pass(settings: Settings) -> Settings:
 
 
 def _timed(wanted: Sequence[Choice]) -> list[Choice]:
-    """Another seed takes no other time."""
-    return [one for one in wanted if one.seed is None]
+    """Another seed takes no other time, and an early exit that of one pass or of both."""
+    return [one for one in wanted if one.seed is None and not one.early_exit]
+
+
+def _times_of(choice: Choice, times: Times, exits: Exits | None) -> Sequence[float]:
+    if exits is None:
+        return times.get(choice.name, ())
+    both = Choice(choice.gradient, choice.steps)
+    return exits.ms(times[replace(both, mask_pass=False).name], times[both.name])
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
