@@ -25,7 +25,7 @@ def without_layer_statistics(model: ModelProto) -> ModelProto:
             nodes.append(node)
         else:
             model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), f"{node.name}.axes"))
-            epsilon = np.float32(helper.get_node_attr_value(node, "epsilon"))
+            epsilon = np.array(helper.get_node_attr_value(node, "epsilon"), dtype=np.float32)
             model.graph.initializer.append(numpy_helper.from_array(epsilon, f"{node.name}.epsilon"))
             nodes += _written_out(node)
     del model.graph.node[:]

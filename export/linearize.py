@@ -27,6 +27,11 @@ def prepare_input_gradients(network: nn.Module) -> nn.Module:
     return network
 
 
+def block_type(network: UNet) -> torch.dtype:
+    """What the convolutions compute in, and so the activations between them."""
+    return network.out[2].get_parameter("weight").dtype
+
+
 def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROUPED) -> Linear:
     """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`.
 
@@ -34,7 +39,7 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROU
     called costs nothing, in torch and in a recorded graph.
     """
     emb = network.embed(timestep)
-    x = x.to(network.out[2].weight.dtype)
+    x = x.to(block_type(network))
     encoder: list[Pullback] = []
     skips: list[Tensor] = []
     for block in network.input_blocks:

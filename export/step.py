@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mdps.export.linearize import linearize
+from mdps.export.linearize import block_type, linearize
 from mdps.export.norms import Grouped, Linear, NormForm, Pullback
 from mdps.models.unet import UNet
 
@@ -47,7 +47,7 @@ class Denoiser(nn.Module):
         p, q = eps_coefficients(self.prediction, alpha_t)
         # torch's own group norm records to one instance norm, faster still where no pullback shares its values; it
         # knows one type only
-        whole = isinstance(self.norms, Grouped) and self.network.out[2].weight.dtype == torch.float32
+        whole = isinstance(self.norms, Grouped) and block_type(self.network) == torch.float32
         output = self.network(x_t, timestep) if whole else linearize(self.network, x_t, timestep, self.norms)[0]
         return output if self.prediction == "eps" else p * x_t + q * output
 
@@ -134,7 +134,7 @@ class GuidedStep(PlainStep):
 
     def _pulled(self, pullback: Pullback, u: Tensor) -> Tensor:
         """J^T u. The values of a unit vector lie below what fp16 resolves, so it goes through half blocks enlarged."""
-        if self.denoiser.network.out[2].weight.dtype == torch.float32 or self.rules.guidance_norm != "l2":
+        if block_type(self.denoiser.network) == torch.float32 or self.rules.guidance_norm != "l2":
             return pullback(u)
         scale = 2.0 ** round(
             math.log2(math.prod(u.shape[1:])) / 2
