@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
-from mdps.export.linearize import prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import check_parity
 from mdps.export.plans import add_plans
-from mdps.export.precision import LayerErrors, Precision, in_precision, layer_errors
+from mdps.export.precision import LayerErrors, Precision, in_precision, layer_errors, prepare
 from mdps.export.score import Features, Score
 from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
@@ -197,7 +196,7 @@ class _Writer:
         if backend == "onnx" and any(scales):
             roles["guided_step"] = GuidedStep
             if sampler.gradient == "exact":
-                prepare_input_gradients(network)
+                prepare(network, self.precision)
         for role, step in roles.items():
             for variant, norms in NORM_FORMS.items():
                 denoiser = StepDenoiser(network, self.denoiser.prediction, norms)

@@ -18,13 +18,30 @@ from mdps.models.unet import AttentionBlock, Downsample, ResBlock, TimestepSeque
 GROUPED = Grouped()
 
 
-def prepare_input_gradients(network: nn.Module) -> nn.Module:
-    """Stores beside each stride-1 convolution the weight of its input gradient: in and out swapped, flipped."""
+def prepare_input_gradients(network: nn.Module, subpixel: bool = False) -> nn.Module:
+    """Stores beside each stride-1 convolution the weight of its input gradient: in and out swapped, flipped.
+
+    With `subpixel` also beside those of stride 2, whose gradient then needs no transposed convolution.
+    """
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and module.stride == (1, 1):
             flipped = module.weight.detach().transpose(0, 1).flip(2, 3).contiguous()
             module.register_buffer("input_gradient_weight", flipped, persistent=False)
+        elif isinstance(module, nn.Conv2d) and subpixel:
+            module.register_buffer("input_gradient_weight", _subpixel(module.weight.detach()), persistent=False)
     return network
+
+
+def _subpixel(weight: Tensor) -> Tensor:
+    """[O, C, 3, 3] of stride 2 -> [4 C, O, 2, 2]: a filter for each of the four kinds of pixels that the stride makes.
+
+    Along one axis, pixel 2 q of the padded input was seen by tap 0 of output q and tap 2 of q - 1, pixel 2 q + 1 by
+    tap 1 of q.
+    """
+    taps = weight.new_zeros(2, 2, 3)  # kind of pixel, q - 1 or q, tap
+    taps[0, 0, 2] = taps[0, 1, 0] = taps[1, 1, 1] = 1
+    filters = torch.einsum("hax,wby,ocxy->chwoab", taps.float(), taps.float(), weight.float())
+    return filters.reshape(-1, weight.shape[0], 2, 2).to(weight.dtype)
 
 
 def block_type(network: UNet) -> torch.dtype:
@@ -154,10 +171,19 @@ def _conv(conv: nn.Module, x: Tensor) -> Linear:
     if conv.stride == (1, 1):
         padding = conv.kernel_size[0] - 1 - int(conv.padding[0])
         return conv(x), lambda g: F.conv2d(g, conv.get_buffer("input_gradient_weight"), padding=padding)
+    if hasattr(conv, "input_gradient_weight"):
+        return conv(x), lambda g: _spread(conv, g, x.shape)
     # The output padding restores the even input size that the stride rounded away.
     padding = int(conv.padding[0])
     extra = x.shape[-1] - ((x.shape[-1] + 2 * padding - 3) // 2 * 2 + 3 - 2 * padding)
     return conv(x), lambda g: F.conv_transpose2d(g, conv.weight, stride=2, padding=padding, output_padding=extra)
+
+
+def _spread(conv: nn.Conv2d, g: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient at the input, of this shape, of a convolution with stride 2; see `_subpixel`."""
+    pixels = F.pixel_shuffle(F.conv2d(g, conv.get_buffer("input_gradient_weight"), padding=1), 2)
+    first = int(conv.padding[0])
+    return pixels[:, :, first : first + shape[2], first : first + shape[3]]
 
 
 def _resample(layer: nn.Module | None, x: Tensor) -> Linear:

@@ -207,6 +207,11 @@ def _each(value: Any, axes: int) -> list[int]:
     return [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)] * axes
 
 
+@_operator("pixel_shuffle")
+def _pixel_shuffle(g: "Tracer", out: Sequence[Tensor], x: Tensor, factor: int) -> list[str]:
+    return g.emit("DepthToSpace", [g.name(x)], blocksize=factor, mode="CRD")
+
+
 @_operator("pad")
 def _pad(
     g: "Tracer",

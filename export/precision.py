@@ -41,6 +41,11 @@ def in_precision(network: UNet, precision: str) -> UNet:
     return copied
 
 
+def prepare(network: UNet, precision: str) -> nn.Module:
+    """`prepare_input_gradients` as the engines take it: TensorRT-RTX has no transposed convolution in bfloat16."""
+    return prepare_input_gradients(network, subpixel=precision == "bf16")
+
+
 def layer_errors(network: UNet, precision: str, x: Tensor, timestep: Tensor) -> LayerErrors:
     """How far each layer's result is from float32's: {layer: {"forward": error, "gradient": error}}.
 
@@ -49,7 +54,7 @@ def layer_errors(network: UNet, precision: str, x: Tensor, timestep: Tensor) -> 
     vector. Raises PrecisionError, naming the first layer, where a value is not finite.
     """
     cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    runs = (_watched(in_precision(network, one), x, timestep, cotangent) for one in ("fp32", precision))
+    runs = (_watched(one, x, timestep, cotangent) for one in (copy.deepcopy(network), in_precision(network, precision)))
     errors: LayerErrors = {}
     for (place, wanted), (_, found) in zip(*runs, strict=True):
         layer, way = place
@@ -69,7 +74,7 @@ def _overflow(layer: str, precision: str) -> str:
 
 
 def _watched(network: UNet, x: Tensor, timestep: Tensor, cotangent: Tensor) -> list[tuple[tuple[str, str], Tensor]]:
-    watch = _Watch(prepare_input_gradients(network))
+    watch = _Watch(prepare_input_gradients(network, subpixel=True))  # both alike, or there is nothing to compare
     with torch.no_grad(), FloatProducts(), watch:
         _, pullback = linearize(network, x, timestep)
         pullback(cotangent)

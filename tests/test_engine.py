@@ -20,10 +20,9 @@ from mdps.export.engine import Builder
 from mdps.export.engine_graph import parseable, without_layer_statistics
 from mdps.export.engine_types import inspected_types
 from mdps.export.graph import WeightStore, write
-from mdps.export.linearize import prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.plans import profile_of
-from mdps.export.precision import in_precision
+from mdps.export.precision import in_precision, prepare
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.unet import UNet, UNetConfig
@@ -76,7 +75,7 @@ def graph(network: UNet, kind: str, precision: str, norms: NormForm, path: Path)
     outputs = ["x_s", "eps", "guidance_gradient"]
     if kind == "plain":
         del inputs["guidance_scale"], outputs[2]
-    denoiser = Denoiser(prepare_input_gradients(in_precision(network, precision)), "eps", norms)  # type: ignore[arg-type]
+    denoiser = Denoiser(prepare(in_precision(network, precision), precision), "eps", norms)  # type: ignore[arg-type]
     module = (GuidedStep if kind == "guided" else PlainStep)(denoiser, StepRules())
     write(record(module, inputs, outputs, dict.fromkeys(IMAGES, ("batch",))), path, WeightStore(path.with_suffix(".w")))
     return path

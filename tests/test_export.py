@@ -146,13 +146,13 @@ def test_a_wrong_graph_does_not_pass_the_gate(
     """A gradient weight that was not flipped is the classic: the bundle must not come into being."""
     from mdps.export import bundle as bundle_module
 
-    def unflipped(network: Any) -> Any:
+    def unflipped(network: Any, precision: str) -> Any:
         for module in network.modules():
             if module.__class__.__name__ == "Conv2d" and module.stride == (1, 1):
                 module.register_buffer("input_gradient_weight", module.weight.transpose(0, 1).contiguous())
         return network
 
-    monkeypatch.setattr(bundle_module, "prepare_input_gradients", unflipped)
+    monkeypatch.setattr(bundle_module, "prepare", unflipped)
     with pytest.raises(ParityError, match="guidance_gradient"):
         export_bundle(small_checkpoint, tmp_path / "bundle", TINY)
     assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ from mdps.export.emulate import emulate
 from mdps.export.linearize import linearize, prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import OPERATORS
-from mdps.export.precision import PrecisionError, in_precision, layer_errors
+from mdps.export.precision import PrecisionError, in_precision, layer_errors, prepare
 from mdps.export.products import FloatProducts
 from mdps.export.step import Denoiser, GuidedStep, StepRules
 from mdps.export.tracer import Tracer, record
@@ -47,7 +47,7 @@ def feeds(batch: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def guided(network: UNet, precision: str, norms: NormForm) -> GuidedStep:
-    return GuidedStep(Denoiser(prepare_input_gradients(in_precision(network, precision)), "eps", norms), StepRules())  # type: ignore[arg-type]
+    return GuidedStep(Denoiser(prepare(in_precision(network, precision), precision), "eps", norms), StepRules())  # type: ignore[arg-type]
 
 
 def recorded(network: UNet, precision: str, norms: NormForm) -> ModelProto:
@@ -86,11 +86,25 @@ def test_output_and_pullback_stay_near_autograd_in_float32(
     wanted = network(x, timestep)
     (wanted_gradient,) = torch.autograd.grad(wanted, x, cotangent)
     with torch.no_grad(), FloatProducts():
-        found, pullback = linearize(prepare_input_gradients(in_precision(network, precision)), x, timestep)  # type: ignore[arg-type]
+        found, pullback = linearize(prepare(in_precision(network, precision), precision), x, timestep)  # type: ignore[arg-type]
         gradient = pullback(cotangent)
     assert found.dtype == gradient.dtype == torch.float32
     assert 0 < relative(found, wanted.detach()) < ALLOWED[precision]
     assert 0 < relative(gradient, wanted_gradient) < ALLOWED[precision]
+
+
+@pytest.mark.parametrize("name", ["strided_new_attention", "asymmetric_strided"])
+def test_strided_convolutions_pull_back_without_transposed_ones(
+    name: str, make_network: Callable[..., UNet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly, in float32: TensorRT-RTX has no bfloat16 transposed convolution."""
+    network = make_network(name, (1, 2, 2))
+    x, cotangent = torch.randn(2, 3, 16, 24, requires_grad=True), torch.randn(2, 3, 16, 24)
+    (wanted,) = torch.autograd.grad(network(x, torch.tensor(9.0)), x, cotangent)
+    monkeypatch.delattr(torch.nn.functional, "conv_transpose2d")
+    with torch.no_grad():
+        _, pullback = linearize(prepare_input_gradients(network, subpixel=True), x, torch.tensor(9.0))  # type: ignore[arg-type]
+        assert relative(pullback(cotangent), wanted) < 1e-5
 
 
 @FORMS
