@@ -266,3 +266,19 @@ def test_an_overflow_ends_the_export(small_weights: Any, tmp_path: Path) -> None
 def test_a_traced_bundle_has_no_half_precision() -> None:
     with pytest.raises(UsageError, match="traced"):
         ExportOptions(precision="fp16", guidance_backend="traced")
+
+
+@pytest.mark.slow  # 80 images in each precision
+def test_verdicts_on_the_demos_test_set_are_those_of_fp32(tmp_path: Path) -> None:
+    from mdps.benchmarks import demo
+    from mdps.benchmarks.textures import TextureSet
+
+    textures = TextureSet(demo.PHOTO)
+    full = demo.export_demo(tmp_path / "full")
+    demo.calibrate_demo(full, tmp_path / "good", textures)
+    half = export_bundle(demo.CHECKPOINT, tmp_path / "half", replace(demo.OPTIONS, precision="fp16"))
+    with load(full) as exact, load(half, calibrated=False) as detector:
+        for sample in textures.test():
+            wanted, found = exact(sample.image), detector(sample.image)
+            assert ("fail" if found.score > wanted.threshold else "pass") == wanted.verdict, sample.name
+            assert found.score == pytest.approx(wanted.score, rel=2e-2)
