@@ -468,6 +468,7 @@ def test_nothing_but_skipped_rows_is_still_a_result(
         return [Measurement(spec, skipped="not today") for spec in specs]
 
     monkeypatch.setattr("mdps.benchmarks.bench.run.measure", nobody)
+    monkeypatch.setattr(Variations, "_make", lambda self, what: SkippedError("not today"))
     assert terminal.run(cli, ["bench", "--json", str(bundle)]) == 1
     bench = run_bench(bundle, BenchOptions())
     assert [row.skipped for row in bench.rows] == ["not today"] * 9
