@@ -41,8 +41,8 @@ ALSO_SERVING = {
         "evaluation_page",
     )
 }
-# A table of the paper needs a bundle a variant; a study of precision writes graphs as an export does.
-ALSO_EXPORT = {"benchmarks/reproduce/bundles.py", "benchmarks/trade/precision.py"}
+# A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.
+ALSO_EXPORT = {"benchmarks/reproduce/bundles.py", "benchmarks/bench/remade.py", "benchmarks/trade/precision.py"}
 RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
 RUNTIME_LIBRARIES = {"numpy", "PIL", "mdps"}
 
