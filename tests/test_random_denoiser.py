@@ -16,7 +16,7 @@ def test_has_the_authors_size_and_repeats(tmp_path: Path) -> None:
     assert (config.image_size, config.channel_mult, config.resblock_updown) == (64, (1, 1, 2, 2, 4, 4), True)
 
 
-@pytest.mark.parametrize("wrong", (["--image-size", "100"], ["--base", "20"]))
+@pytest.mark.parametrize("wrong", [["--image-size", "100"], ["--base", "20"]])
 def test_a_size_that_no_network_has_is_one_sentence(
     wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
