@@ -101,6 +101,7 @@ def test_the_runtime_uses_numpy_pillow_and_one_engine_library_a_module():
         "openvino": {"openvino"},
         "doctor": {"onnxruntime", "openvino", "torch"},
         "traced": {"torch"},
+        "cards": {"pynvml"},
     }
     for path in (ROOT / "runtime").glob("*.py"):
         libraries = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)

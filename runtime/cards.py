@@ -1,0 +1,192 @@
+"""NVIDIA cards: which the machine has, which of them this process may use, and how much memory they have free.
+
+A card has two numbers. NVML and nvidia-smi count all cards by their PCI address; CUDA counts those that
+CUDA_VISIBLE_DEVICES leaves, in its order or in one of its own. People give the first number, engines take the second
+one, and the card's UUID leads from one to the other.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from mdps.runtime.errors import BackendError, UsageError
+
+MIB = 2**20
+_QUERY = ("index", "uuid", "name", "compute_cap", "memory.free", "memory.total", "driver_version")
+_NO_CARD = 100  # CUDA_ERROR_NO_DEVICE
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card as NVML counts it; bytes of memory, None where card and host share theirs."""
+
+    index: int
+    uuid: str
+    name: str
+    compute_capability: str
+    free: int | None
+    total: int | None
+    driver: str
+
+    def __str__(self) -> str:
+        return f"card {self.index} ({self.name}, {self.uuid})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process computes: CUDA's number of the card, and the card, None where nothing on the machine lists it."""
+
+    ordinal: int
+    card: Card | None
+
+
+def cards() -> tuple[Card, ...]:
+    """All cards of the machine, by NVML or else nvidia-smi; none where neither answers."""
+    try:
+        import pynvml
+    except ImportError:
+        return _cards_of_tool()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or one that does not fit its own library
+        return ()
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return tuple(_card_of_library(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return _cards_of_tool()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def choose(device: str | int | None) -> Place:
+    """The card with the index that nvidia-smi shows, or a UUID or its beginning; None: the first one CUDA shows.
+
+    Raises UsageError where there is no such card or CUDA_VISIBLE_DEVICES hides it, BackendError where CUDA has none.
+    """
+    visible, known = cuda_cards(), cards()
+    by_uuid = {_bare(card.uuid): card for card in known}
+    if device is None:
+        return Place(0, by_uuid.get(visible[0]))
+    card = find(device, known)
+    if _bare(card.uuid) not in visible:
+        shown = ", ".join(str(by_uuid.get(uuid, uuid)) for uuid in visible)
+        raise UsageError(f"{card} is hidden from this process by {_filter()}, it sees {shown}: choose among those")
+    return Place(visible.index(_bare(card.uuid)), card)
+
+
+def find(device: str | int, known: Sequence[Card]) -> Card:
+    """The card that `choose` means by `device`, among those the machine has; UsageError where there is none or two."""
+    text = str(device).strip()
+    if not known:
+        raise UsageError(
+            f"card {text!r} was asked for, but no card is listed here: install NVIDIA's driver, and pip install "
+            "nvidia-ml-py where nvidia-smi is missing"
+        )
+    found = [card for card in known if _is_meant(card, text)]
+    if len(found) == 1:
+        return found[0]
+    wrong = f"{text!r} is the beginning of {len(found)} cards" if found else f"there is no card {text!r}"
+    raise UsageError(f"{wrong}: choose an index or a UUID of {', '.join(map(str, known))}")
+
+
+def cuda_cards() -> tuple[UUID, ...]:
+    """UUIDs of the cards this process may use, in CUDA's order; BackendError where there is no driver or no card."""
+    library = _driver()
+    _check(library, library.cuInit(0))
+    count = ctypes.c_int()
+    _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
+    if not count.value:
+        raise BackendError(_no_card())
+    return tuple(_uuid(library, ordinal) for ordinal in range(count.value))
+
+
+def _uuid(library: Any, ordinal: int) -> UUID:
+    handle, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    _check(library, library.cuDeviceGet(ctypes.byref(handle), ordinal))
+    # The second version names an instance of a card that is cut into several (MIG), the first one the whole card.
+    get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    _check(library, get(ctypes.byref(raw), handle))
+    return UUID(bytes=bytes(raw))
+
+
+def _driver() -> Any:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise BackendError(
+            f"a card was asked for, but NVIDIA's driver cannot be loaded ({error}): install it, or compute on the cpu"
+        ) from error
+
+
+def _check(library: Any, code: int) -> None:
+    if code == _NO_CARD:
+        raise BackendError(_no_card())
+    if code:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(code, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode(errors="replace")
+        raise BackendError(f"CUDA does not start (error {code}, {reason}): repair the driver until `nvidia-smi` works")
+
+
+def _no_card() -> str:
+    return f"CUDA shows this process no card{_because()}: check that, and that `nvidia-smi` lists one"
+
+
+def _filter() -> str:
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+
+
+def _because() -> str:
+    return f" ({_filter()})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+
+
+def _is_meant(card: Card, text: str) -> bool:
+    if text.isdecimal():
+        return card.index == int(text)
+    uuid = card.uuid.lower()
+    return len(text) >= 4 and (uuid.startswith(text.lower()) or uuid.partition("-")[2].startswith(text.lower()))
+
+
+def _bare(uuid: str) -> UUID | str:
+    """Without the kind in front of it, "GPU-" or "MIG-"."""
+    try:
+        return UUID(uuid.partition("-")[2])
+    except ValueError:
+        return uuid
+
+
+def _card_of_library(pynvml: Any, index: int, driver: str) -> Card:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    free = total = None
+    with suppress(pynvml.NVMLError):  # not supported where there is no memory of its own
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        free, total = int(memory.free), int(memory.total)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+    return Card(index, uuid, name, f"{major}.{minor}", free, total, driver)
+
+
+def _cards_of_tool() -> tuple[Card, ...]:
+    query = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return tuple(_card_of_line(line) for line in done.stdout.splitlines() if line.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+
+
+def _card_of_line(line: str) -> Card:
+    index, uuid, name, capability, free, total, driver = (part.strip() for part in line.split(","))
+    return Card(int(index), uuid, name, capability, _bytes(free), _bytes(total), driver)
+
+
+def _bytes(mebibytes: str) -> int | None:
+    return int(mebibytes) * MIB if mebibytes.isdecimal() else None  # otherwise "[N/A]"
