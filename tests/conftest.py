@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
+
+# The same few examples on every machine, however slow; HYPOTHESIS_PROFILE=long looks further, at other ones each time.
+_SLOW = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+settings.register_profile("few", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW)
+settings.register_profile("long", deadline=None, max_examples=1000, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,6 +140,11 @@ def write_category() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def line_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibrated bundle of a random 16 x 16 network that judges an image in milliseconds, for tests of the server."""
+    return make_line_bundle(tmp_path_factory.mktemp("line"))
+
+
+def make_line_bundle(folder: Path) -> Path:
+    """Makes it, also for tests/fuzz."""
     import torch
 
     from mdps.export import ExportOptions, export_bundle
@@ -146,7 +158,6 @@ def line_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = UNet(UNetConfig(image_size=16, model_channels=16, **small)).eval()
     for parameter in network.parameters():  # its last layer begins as zeros
         parameter.data += 0.05 * torch.randn_like(parameter)
-    folder = tmp_path_factory.mktemp("line")
     save_denoiser(folder / "line.safetensors", network, NoiseSchedule.linear(), "eps")
     options = ExportOptions(backbone="random_tiny", noise_level=198, steps=2)
     bundle = export_bundle(folder / "line.safetensors", folder / "line", options)
