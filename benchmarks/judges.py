@@ -81,9 +81,7 @@ class BundleJudge:
             pipeline = open_pipeline(
                 self._bundle, self.manifest, self.settings, opened, backend=chosen, threads=threads, max_batch=most
             )
-            detector = _RangedDetector(
-                self.manifest, pipeline, calibration, product=self._product, max_batch=most, backend=chosen
-            )
+            detector = _RangedDetector(self.manifest, pipeline, calibration, product=self._product, backend=chosen)
             detector.warm_up()
             opened.pop_all()  # only a failure above closes what was opened
         return detector

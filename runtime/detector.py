@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.calibration import Calibration, exit_limit
-from mdps.runtime.errors import BackendError, ImageError, require
+from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pictures import describe
-from mdps.runtime.pipeline import Inspection, Pipeline
+from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Picture
 from mdps.runtime.settings import Settings
 
@@ -50,20 +50,17 @@ class Detector:
     def __init__(
         self,
         manifest: Manifest,
-        pipeline: Pipeline,
+        pipeline: Inspector,
         calibration: Calibration | None = None,
         *,
         product: str = "default",
-        max_batch: int = 8,
         backend: str = "onnxruntime",
     ) -> None:
-        require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
         self.manifest, self.calibration, self.product = manifest, calibration, product
         self.preprocessing, self.backend = manifest.preprocessing, backend
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
-        self._pipeline: Pipeline | None = pipeline
+        self._pipeline: Inspector | None = pipeline
         self._settings, self._engines = pipeline.settings, pipeline.engines
-        self._images_at_once = max(1, max_batch // pipeline.settings.sampler.samples)
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -128,20 +125,15 @@ class Detector:
         # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
         if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
             mask_range = self.calibration.mask_range
-        chunks = self._chunks(observations)
         with self._lock:
-            pipeline = self._open_pipeline()
-            limit = self._exit_limit if early_exit else None
-            return _join([pipeline.inspect(chunk, mask_range, limit) for chunk in chunks])
+            return self._open_pipeline().inspect(observations, mask_range, self._exit_limit if early_exit else None)
 
     def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
         self._check_process()
         self._check(observations)
-        chunks = self._chunks(observations)
         with self._lock:
-            pipeline = self._open_pipeline()
-            return np.concatenate([pipeline.first_maps(chunk) for chunk in chunks])
+            return self._open_pipeline().first_maps(observations)
 
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""
@@ -161,7 +153,7 @@ class Detector:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_pipeline(self) -> Pipeline:
+    def _open_pipeline(self) -> Inspector:
         if self._pipeline is None:
             raise BackendError("this detector was closed: load the bundle again")
         return self._pipeline
@@ -179,10 +171,6 @@ class Detector:
             return self.preprocessing(image)
         except MemoryError as error:
             raise ImageError(f"{describe(image)} does not fit into memory") from error
-
-    def _chunks(self, observations: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        size = self._images_at_once
-        return [observations[start : start + size] for start in range(0, len(observations), size)]
 
     def _check(self, observations: NDArray[np.float32]) -> None:
         wanted = (3, *self.preprocessing.network_size)
@@ -214,18 +202,3 @@ class Detector:
             times=dict(times),
             early_exit=bool(found.early_exit[index]),
         )
-
-
-def _join(parts: list[Inspection]) -> Inspection:
-    if len(parts) == 1:
-        return parts[0]
-    return Inspection(
-        anomaly_map=np.concatenate([part.anomaly_map for part in parts]),
-        anomaly_score=np.concatenate([part.anomaly_score for part in parts]),
-        mask=np.concatenate([part.mask for part in parts]),
-        first_map=np.concatenate([part.first_map for part in parts]),
-        first_score=np.concatenate([part.first_score for part in parts]),
-        posterior_samples=np.concatenate([part.posterior_samples for part in parts]),
-        times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
-        early_exit=np.concatenate([part.early_exit for part in parts]),
-    )

@@ -59,7 +59,7 @@ def load(
         pipeline = open_pipeline(
             path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch
         )
-        detector = Detector(manifest, pipeline, calibration, product=product, max_batch=max_batch, backend=chosen)
+        detector = Detector(manifest, pipeline, calibration, product=product, backend=chosen)
         if warm_up:
             detector.warm_up()
         opened.pop_all()  # only a failure above closes what was opened
@@ -159,6 +159,7 @@ class _Opener:
             schedule=self.manifest.schedule,
             settings=self.settings,
             noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size), sampler.noise),
+            max_batch=self.max_batch,
         )
 
     def steps(self, passes: Sequence[int]) -> StepSessions:

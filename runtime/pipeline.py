@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from mdps.runtime.noise import Noise
 from mdps.runtime.sampler import StepSessions, posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.session import Arrays, Session
-from mdps.runtime.settings import Settings
+from mdps.runtime.settings import MaskSettings, Settings
 
 Array = NDArray[np.float32]
 
@@ -38,16 +39,16 @@ class Inspection:
     early_exit: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The method on a set of sessions. `features` is None for a pixel-only score."""
+class Inspector(Protocol):
+    """What a detector stands on: `Pipeline`, or another way to compute the same."""
 
-    steps: StepSessions
-    features: Session | None
-    score: Session
-    schedule: NoiseSchedule
-    settings: Settings
-    noise: Noise
+    @property
+    def settings(self) -> Settings:
+        """Those of the bundle, with what was overridden when it was loaded."""
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """What runs each graph, as its engine says."""
 
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
@@ -57,18 +58,47 @@ class Pipeline:
         An image whose first-pass score is no higher than `exit_limit` skips the masked pass. Raises CalibrationError
         without a range, BackendError where a map or score is no finite number.
         """
-        if mask_range is None and self.settings.mask.range != "per-image":
-            raise CalibrationError(
-                f'the mask range is "{self.settings.mask.range}" and no range was calibrated: '
-                "run `mdps calibrate BUNDLE GOOD_FOLDER`"
-            )
+
+    def first_maps(self, observations: Array) -> Array:
+        """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
+
+    def close(self) -> None:
+        """Free what was loaded."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The method on a set of sessions. `features` is None for a pixel-only score.
+
+    So many images go together that they have at most `max_batch` posterior samples.
+    """
+
+    steps: StepSessions
+    features: Session | None
+    score: Session
+    schedule: NoiseSchedule
+    settings: Settings
+    noise: Noise
+    max_batch: int = 8
+
+    def inspect(
+        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
+    ) -> Inspection:
+        """As `Inspector.inspect`."""
+        check_range(self.settings, mask_range)
+        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in self._chunks(observations)])
+        check_finite(found.anomaly_map, found.anomaly_score)
+        return found
+
+    def _inspect(
+        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None
+    ) -> Inspection:
         clock = _Clock()
         features = self._features(observations, clock)
         samples, first = self._first(observations, features, mask_range, clock)
         leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)  # never a NaN
         batch = _Batch(observations, features, first["mask"], samples)
         samples, found = self._last(batch, first, ~leaves, mask_range, clock)
-        _check_finite(found)
         return Inspection(
             anomaly_map=found["anomaly_map"],
             anomaly_score=found["anomaly_score"],
@@ -81,21 +111,27 @@ class Pipeline:
         )
 
     def first_maps(self, observations: Array) -> Array:
-        """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
-        clock = _Clock()
-        _, found = self._first(observations, self._features(observations, clock), (0.0, 1.0), clock)
-        _check_finite(found)
-        return found["anomaly_map"]
+        """As `Inspector.first_maps`."""
+        clock, parts = _Clock(), []
+        for chunk in self._chunks(observations):
+            _, found = self._first(chunk, self._features(chunk, clock), (0.0, 1.0), clock)
+            parts.append(found)
+        maps, scores = (np.concatenate([part[name] for part in parts]) for name in ("anomaly_map", "anomaly_score"))
+        check_finite(maps, scores)
+        return maps
 
     @property
     def engines(self) -> dict[str, str]:
-        """What runs each graph, as its session says."""
+        """As `Inspector.engines`."""
         return {role: session.provider for role, session in self._sessions().items()}
 
     def close(self) -> None:
         """Close all sessions."""
         for session in self._sessions().values():
             session.close()
+
+    def _chunks(self, observations: Array) -> list[Array]:
+        return chunks(observations, max(1, self.max_batch // self.settings.sampler.samples))
 
     def _sessions(self) -> dict[str, Session]:
         roles = {
@@ -161,15 +197,9 @@ class Pipeline:
         mask_range: tuple[float, float] | None,
         outputs: Sequence[str] | None = None,
     ) -> Arrays:
-        low, high = mask_range or (0.0, 0.0)
-        scalars = {
-            "mask_lambda": self.settings.mask.mask_lambda,
-            "mask_low": low,
-            "mask_high": high,
-            "mask_frozen": float(mask_range is not None and self.settings.mask.range != "per-image"),
-        }
         by_image = samples.reshape(len(observations), self.settings.sampler.samples, *samples.shape[1:])
         feeds = {"posterior_samples": by_image, "observation": observations, **features}
+        scalars = mask_scalars(self.settings.mask, mask_range)
         feeds |= {name: np.asarray(value, dtype=np.float32) for name, value in scalars.items()}
         return self.score.run({name: feeds[name] for name in self.score.inputs if name in feeds}, outputs)
 
@@ -208,10 +238,43 @@ class _Clock:
         self.times[name] += (time.perf_counter() - start) * 1000
 
 
-def _check_finite(found: Arrays) -> None:
-    finite = np.isfinite(found["anomaly_score"]) & np.isfinite(found["anomaly_map"]).all(axis=(1, 2, 3))
+def check_range(settings: Settings, mask_range: tuple[float, float] | None) -> None:
+    """Raise CalibrationError where a mask cannot be made for want of a range."""
+    if mask_range is None and settings.mask.range != "per-image":
+        raise CalibrationError(
+            f'the mask range is "{settings.mask.range}" and no range was calibrated: '
+            "run `mdps calibrate BUNDLE GOOD_FOLDER`"
+        )
+
+
+def mask_scalars(settings: MaskSettings, mask_range: tuple[float, float] | None) -> dict[str, float]:
+    """What the score graph is told of the mask, by the names of its inputs."""
+    low, high = mask_range or (0.0, 0.0)
+    frozen = float(mask_range is not None and settings.range != "per-image")
+    return {"mask_lambda": settings.mask_lambda, "mask_low": low, "mask_high": high, "mask_frozen": frozen}
+
+
+def check_finite(maps: Array, scores: Array) -> None:
+    """Raise BackendError for the first image whose map or score is no finite number: there is no verdict of one."""
+    finite = np.isfinite(scores) & np.isfinite(maps).all(axis=(1, 2, 3))
     if not finite.all():
         raise BackendError(
             f"the network gave NaN or infinite values for image {int(np.argmin(finite))} of the batch, so there is no "
             "verdict: check its parity report, and export again in fp32 if it is a half-precision bundle"
         )
+
+
+def chunks(observations: Array, size: int) -> list[Array]:
+    """The images in parts of at most `size`."""
+    return [observations[start : start + size] for start in range(0, len(observations), size)]
+
+
+def joined(parts: Sequence[Inspection]) -> Inspection:
+    """Of all images, in their order; times add up."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [field.name for field in fields(Inspection) if field.name != "times"]
+    return Inspection(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
+        times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
+    )

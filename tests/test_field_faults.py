@@ -22,7 +22,7 @@ from mdps.benchmarks.samples import Sample
 from mdps.models.checkpoints.statements import read_sidecar
 from mdps.runtime import load
 from mdps.runtime.pictures import read_image
-from mdps.runtime.pipeline import _check_finite
+from mdps.runtime.pipeline import check_finite
 from mdps.serving.http.command import _token
 from mdps.serving.terminal import run
 
@@ -163,7 +163,7 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
     from mdps.serving.http.refusals import Refusal
 
     def judge(observations: Any) -> None:
-        _check_finite({"anomaly_score": np.array([np.nan]), "anomaly_map": np.zeros((1, 1, 2, 2))})
+        check_finite(np.zeros((1, 1, 2, 2), np.float32), np.array([np.nan], np.float32))
 
     detector: Any = SimpleNamespace(
         judge=judge, preprocessing=None, calibration=None, backend="", provenance={"engines": {}}, close=lambda: None
