@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.benchmarks.gpu_check.command import gpu_check
 from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.benchmarks.trade_command import trade
@@ -196,4 +197,4 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     return 0 if any(row.median_ms is not None for row in result.rows) else 1
 
 
-COMMANDS = (evaluate, peers, reproduce, sweep, trade, demo, bench)
+COMMANDS = (evaluate, peers, reproduce, sweep, trade, demo, bench, gpu_check)

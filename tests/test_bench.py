@@ -298,7 +298,9 @@ def test_every_kind_of_failure_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("mdps.benchmarks.bench.worker.open_competitor", fail)
         answers = io.StringIO()
         serve(Worker(a_spec(kind="peer")), ["open\n"], answers)
-        assert json.loads(answers.getvalue()) == {"skipped": reason}
+        assert json.loads(answers.getvalue()) == {"skipped": reason} | (
+            {"failed": True} if isinstance(failure, RuntimeError) else {}
+        )
 
 
 def test_what_a_library_prints_does_not_mix_with_the_answers(bundle: Path) -> None:

@@ -24,9 +24,11 @@ WHOLE_PATH = {
     "benchmarks/sweep_demo.py",
     "benchmarks/train_demo.py",
     "benchmarks/train_options.py",
+    "benchmarks/gpu_check/prepare.py",
 }
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
 ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py", "benchmarks/peers/weights.py"}
+ALSO_MODELS |= {"benchmarks/gpu_check/oracle.py"}
 # The commands that measure, and what shows an evaluation with the pictures and pages of an inspection.
 ALSO_SERVING = {
     f"benchmarks/{name}.py"
@@ -39,6 +41,8 @@ ALSO_SERVING = {
         "gallery",
         "evaluation_report",
         "evaluation_page",
+        "gpu_check/command",
+        "gpu_check/__main__",
     )
 }
 # A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.

@@ -32,6 +32,10 @@ def open_competitor(spec: Spec) -> Competitor:
         from mdps.benchmarks.bench.ours import Ours
 
         return Ours(spec)
+    if spec.kind == "checked":
+        from mdps.benchmarks.gpu_check.checked import Checked
+
+        return Checked(spec)
     if spec.kind == "torch":
         from mdps.benchmarks.bench.eager import Eager
 
@@ -48,5 +52,5 @@ def open_competitor(spec: Spec) -> Competitor:
 
 def missing(error: ModuleNotFoundError, kind: str) -> str:
     """What to install where a kind of competitor finds no such module: an extra of this package."""
-    extra = {"ours": "cpu", "method": "cpu", "torch": "export", "peer": "peers", "rate": "export"}[kind]
+    extra = {"torch": "export", "peer": "peers", "rate": "export"}.get(kind, "cpu")
     return f"not installed: pip install 'mdps[{extra}]' (there is no {error.name})"

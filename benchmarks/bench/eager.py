@@ -1,11 +1,12 @@
 """The same detection in torch, by the functions of `models.oracle`: what runs without an export.
 
-Three ways: "authors" (two forwards and a backward a guided step: the authors' code calls the network once inside the
+The ways: "authors" (two forwards and a backward a guided step: the authors' code calls the network once inside the
 gradient and once more for eps), "eager" (one forward, whose output is eps too), "compile" (the same with the network
-under torch.compile). All compute the same score.
+under torch.compile), "autocast" (the same in fp16 by torch.autocast). All but the last compute the same score.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,19 @@ from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import Settings
 
 
+@dataclass(frozen=True)
+class Detection:
+    """Of all passes: one entry a pass in the lists; samples [B N_s, 3, H, W], maps and masks [B, 1, H, W]."""
+
+    samples: list[Tensor]
+    maps: list[Tensor]
+    scores: list[Tensor]
+    masks: list[Tensor]
+    passes_ms: float
+
+
 class Eager:
-    """The bundle's detection on its checkpoint, in one of the three ways."""
+    """The bundle's detection on its checkpoint, in one of the ways."""
 
     def __init__(self, spec: Spec) -> None:
         torch.set_num_threads(spec.threads)
@@ -38,48 +50,58 @@ class Eager:
         self.timer: Timer = torch_timer(spec.device)
         self.facts: dict[str, Any] = {"note": f"torch {torch.__version__}"}
         self._settings = manifest.settings
+        self.manifest = manifest
         if self._settings.sampler.mask_rule == "inpaint":
             raise SkippedError("stitching and resampling (AutoDDPM) are not among the ways in torch")
         denoiser = _denoiser(spec, manifest)
         network = _way(spec.variant, denoiser.network.to(spec.device))
-        self._eps = eps_of(network, denoiser.prediction, denoiser.schedule)
+        self.eps = eps_of(network, denoiser.prediction, denoiser.schedule)
         backbone = _backbone(spec, self._settings)
         torch.set_default_device(spec.device)  # there the oracle makes its constants
-        self._features = features_of(backbone, self._settings)
+        self.features = features_of(backbone, self._settings)
         size = manifest.preprocessing.network_size
         images = np.stack([observation(size, index) for index in range(spec.batch)])
         self._y = torch.from_numpy(images).to(spec.device)
         samples = spec.samples or self._settings.sampler.samples
         bank = NoiseBank(self._settings.sampler.seed, (3, *size), self._settings.sampler.noise)
-        self._passes = [
+        self.passes = [
             (
                 oracle_of(self._settings, manifest.schedule.betas, index),
                 _noise(bank, self._settings, manifest, index, samples),
             )
             for index in range(len(self._settings.sampler.passes))
         ]
-        self._samples = samples
+        self.samples = samples
+
+    def run(self) -> Outcome:
+        """All passes and the scoring of the spec's batch."""
+        found = self.detect(self._y)
+        return Outcome(float(found.scores[-1][0]), found.passes_ms)
 
     @torch.no_grad()
-    def run(self) -> Outcome:
-        """All passes and the scoring; a frozen mask range is taken as (0, 1)."""
-        y, n = self._y, self._samples
+    def detect(self, y: Tensor) -> Detection:
+        """All passes and the scoring of observations [B, 3, H, W]; a frozen mask range is taken as (0, 1)."""
+        n, found = self.samples, Detection([], [], [], [], 0.0)
         frozen = () if self._settings.mask.range == "per-image" else (torch.tensor(0.0), torch.tensor(1.0))
         many_y, mask = y.repeat_interleave(n, dim=0), torch.ones_like(y[:, :1])
-        features_y = [feature.repeat_interleave(n, dim=0) for feature in self._features(y)]
+        features_y = [feature.repeat_interleave(n, dim=0) for feature in self.features(y)]
         passes_ms = 0.0
-        for oracle, noise in self._passes:
+        for oracle, noise in self.passes:
             x0, ms = self.timer(lambda o=oracle, z=noise, m=mask: self._sample(o, z, many_y, m))  # type: ignore[misc]
             passes_ms += ms
-            each = oracles.difference(many_y, x0, features_y, self._features(x0), oracle)
+            each = oracles.difference(many_y, x0, features_y, self.features(x0), oracle)
             anomaly_map = each.reshape(len(y), n, 1, *y.shape[-2:]).mean(dim=1)
             mask = oracles.mask_of(anomaly_map, oracle, *frozen)
-        return Outcome(float(oracles.image_score(anomaly_map, oracle)[0]), passes_ms)
+            found.samples.append(x0)
+            found.maps.append(anomaly_map)
+            found.scores.append(oracles.image_score(anomaly_map, oracle))
+            found.masks.append(mask)
+        return replace(found, passes_ms=passes_ms)
 
     def _sample(self, oracle: Oracle, noise: Sequence[Tensor], many_y: Tensor, mask: Tensor) -> Tensor:
-        many_mask = mask.repeat_interleave(self._samples, dim=0)
-        first, *steps = [z.repeat(len(self._y), 1, 1, 1) for z in noise]
-        *_, x0 = oracles.posterior_sampling(self._eps, many_y, many_mask, first, steps, oracle)
+        many_mask = mask.repeat_interleave(self.samples, dim=0)
+        first, *steps = [z.repeat(len(many_y) // self.samples, 1, 1, 1) for z in noise]
+        *_, x0 = oracles.posterior_sampling(self.eps, many_y, many_mask, first, steps, oracle)
         return x0
 
 
@@ -106,6 +128,8 @@ def _way(variant: str, network: torch.nn.Module) -> Network:
         return two_forwards(network)
     if variant == "compile":
         return _compiled(network)
+    if variant == "autocast":
+        return in_half(network)
     return network
 
 
@@ -119,6 +143,16 @@ def two_forwards(network: Network) -> Network:
         return network(x_t, timestep)
 
     return twice
+
+
+def in_half(network: Network) -> Network:
+    """The network in fp16 where torch.autocast thinks it safe, its result in float32."""
+
+    def half(x_t: Tensor, timestep: Tensor) -> Tensor:
+        with torch.autocast(x_t.device.type, torch.float16):
+            return network(x_t, timestep).float()
+
+    return half
 
 
 def _compiled(network: Network) -> Network:

@@ -16,17 +16,17 @@ class Ours:
 
     def __init__(self, spec: Spec) -> None:
         self.timer: Timer = WallTimer()
-        self._detector = load(
+        self.detector = load(
             spec.bundle, backend=spec.variant, provider=spec.device, threads=spec.threads, samples=spec.samples,
-            calibrated=False, warm_up=False,
+            max_batch=spec.max_batch, calibrated=False, warm_up=False,
         )  # fmt: skip
-        size = self._detector.preprocessing.network_size
+        size = self.detector.preprocessing.network_size
         self._observations = np.stack([observation(size, index) for index in range(spec.batch)])
-        engines = sorted(set(self._detector.provenance["engines"].values()))  # type: ignore[attr-defined]
+        engines = sorted(set(self.detector.provenance["engines"].values()))  # type: ignore[attr-defined]
         self.facts: dict[str, Any] = {"note": ", ".join(engines)}
 
     def run(self) -> Outcome:
         """All passes and the scoring; a frozen mask range is taken as (0, 1), as by every competitor."""
-        found = self._detector.inspect(self._observations, mask_range=(0.0, 1.0))
+        found = self.detector.inspect(self._observations, mask_range=(0.0, 1.0))
         passes = found.times["first_pass"] + found.times["masked_pass"]
         return Outcome(float(found.anomaly_score[0]), passes)

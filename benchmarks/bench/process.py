@@ -16,10 +16,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class Process:
-    """A worker that was started: `ask` it, then `close`. After a failure `skipped` says why, and it is done for."""
+    """A worker that was started: `ask` it, then `close`. After a failure `skipped` says why, and it is done for.
+
+    `failed` tells a crash, a hang or a library's surprise from what merely cannot run here.
+    """
 
     def __init__(self, spec: Spec, patience: float) -> None:
-        self.spec, self.skipped = spec, ""
+        self.spec, self.skipped, self.failed = spec, "", False
         self._patience = patience
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
         self._child = subprocess.Popen(
@@ -30,19 +33,20 @@ class Process:
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def ask(self, command: str) -> Answer:
+    def ask(self, command: str, patience: float | None = None) -> Answer:
         """The worker's answer; where it fails, dies or takes longer than its patience, `skipped` and no other key."""
         assert self._child.stdin is not None
+        patience = self._patience if patience is None else patience
         try:
             self._child.stdin.write(command + "\n")
             self._child.stdin.flush()
-            line = self._lines.get(timeout=self._patience)
+            line = self._lines.get(timeout=patience)
         except OSError:
             line = ""
         except queue.Empty:
-            return self._give_up(f"took longer than {self._patience:g} seconds to {command} one image")
-        answer: Answer = json.loads(line) if line else {"skipped": self._death()}
-        return self._give_up(answer["skipped"]) if "skipped" in answer else answer
+            return self._give_up(f"took longer than {patience:g} seconds to {command} one image")
+        answer: Answer = json.loads(line) if line else {"skipped": self._death(), "failed": True}
+        return self._give_up(answer["skipped"], answer.get("failed", False)) if "skipped" in answer else answer
 
     def close(self) -> None:
         """End the process and free its memory."""
@@ -72,8 +76,8 @@ class Process:
             return
         self._lines.put("")
 
-    def _give_up(self, reason: str) -> Answer:
-        self.skipped = reason
+    def _give_up(self, reason: str, failed: bool = True) -> Answer:
+        self.skipped, self.failed = reason, failed
         if self._child.poll() is None:
             self._child.kill()
         return {"skipped": reason}

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run: an fp32 matrix product; and what the network asks."""
+"""What the machine can do at most, measured in the same run: a matrix product; and what the network asks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,10 @@ from mdps.runtime.manifest import Manifest
 
 
 class MatrixRate:
-    """One product of two square matrices: torch's, or numpy's where there is no torch (then no FLOPs are counted)."""
+    """One product of two square matrices: torch's, or numpy's where there is no torch (then no FLOPs are counted).
+
+    In float32 without TF32, or with the variant "fp16" in float16.
+    """
 
     def __init__(self, spec: Spec) -> None:
         side = spec.matrix_side
@@ -26,10 +29,13 @@ class MatrixRate:
             self._product = lambda: a @ b
             return
         torch.set_num_threads(spec.threads)
-        left, right = (torch.from_numpy(array).to(spec.device) for array in (a, b))
+        kind = torch.float16 if spec.variant == "fp16" else torch.float32
+        left, right = (torch.from_numpy(array).to(spec.device, kind) for array in (a, b))
         self._product = lambda: left @ right
         self.timer = torch_timer(spec.device)
-        self.facts |= {"matrix_library": "torch", "forward_flop": forward_flop(Manifest.read(spec.bundle))}
+        self.facts["matrix_library"] = "torch"
+        if spec.bundle:
+            self.facts["forward_flop"] = forward_flop(Manifest.read(spec.bundle))
         if spec.device != "cpu":
             self.facts["device_name"] = torch.cuda.get_device_name()
 

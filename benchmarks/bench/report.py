@@ -47,8 +47,8 @@ def _heading(machine: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['threads']} threads, device {machine['device']}, load {machine['load_average']}",
         f"medians of {machine['rounds']} interleaved rounds; "
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items()),
-        f"fp32 matrix product {_number(rate) or 'not measured'} GFLOP/s; "
-        f"the denoiser's work {_number(flop) or 'not counted'} GFLOP an image and sample",
+        f"fp32 matrix product {number(rate) or 'not measured'} GFLOP/s; "
+        f"the denoiser's work {number(flop) or 'not counted'} GFLOP an image and sample",
     ]
     return "  \n".join(lines)
 
@@ -59,13 +59,15 @@ def _table(rows: Sequence[Row], columns: dict[str, Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits, or all before the point; nothing for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Whole percent; nothing for None."""
     return "" if value is None else f"{value:.0%}"
 
 
@@ -78,25 +80,25 @@ def _agreement(row: Row) -> str:
 
 COLUMNS: dict[str, Cell] = {
     "one image": lambda row: row.name,
-    "median ms": lambda row: _number(row.median_ms),
-    "p95 ms": lambda row: _number(row.p95_ms),
+    "median ms": lambda row: number(row.median_ms),
+    "p95 ms": lambda row: number(row.p95_ms),
     "times ours": lambda row: f"{row.ratio_to_ours:.2f}" if row.ratio_to_ours else "",
-    "peak MB": lambda row: _number(row.peak_mb),
-    "of it to load": lambda row: _number(row.loaded_mb),
-    "cold start ms": lambda row: _number(row.cold_ms),
-    "step ms": lambda row: _number(row.step_ms),
-    "outside steps ms": lambda row: _number(row.outside_ms),
-    "GFLOP/s": lambda row: _number(row.gflops_per_s),
-    "of matrix rate": lambda row: _percent(row.share_of_matrix_rate),
+    "peak MB": lambda row: number(row.peak_mb),
+    "of it to load": lambda row: number(row.loaded_mb),
+    "cold start ms": lambda row: number(row.cold_ms),
+    "step ms": lambda row: number(row.step_ms),
+    "outside steps ms": lambda row: number(row.outside_ms),
+    "GFLOP/s": lambda row: number(row.gflops_per_s),
+    "of matrix rate": lambda row: percent(row.share_of_matrix_rate),
     "what": _agreement,
 }
 SWEEP_COLUMNS: dict[str, Cell] = {
     "batches, N_s, sizes": lambda row: row.name,
-    "median ms": lambda row: _number(row.median_ms),
-    "p95 ms": lambda row: _number(row.p95_ms),
-    "images/s": lambda row: _number(row.images_per_second),
+    "median ms": lambda row: number(row.median_ms),
+    "p95 ms": lambda row: number(row.p95_ms),
+    "images/s": lambda row: number(row.images_per_second),
     "an image, times a single one": lambda row: f"{row.ratio_to_single:.2f}",
-    "peak MB": lambda row: _number(row.peak_mb),
+    "peak MB": lambda row: number(row.peak_mb),
     "what": lambda row: row.note,
 }
 
@@ -113,7 +115,7 @@ def plot(bench: Bench) -> bytes:
     above = [max(0.0, (row.p95_ms or 0.0) - (row.median_ms or 0.0)) for row in rows]
     colours = ["tab:blue" if row.name.startswith("mdps") else "tab:gray" for row in rows]
     bars = times.barh(names, medians, xerr=[[0.0] * len(rows), above], color=colours)
-    times.bar_label(bars, [_number(value) for value in medians], padding=3)
+    times.bar_label(bars, [number(value) for value in medians], padding=3)
     times.margins(x=0.15)
     times.set_xlabel("ms an image, median and p95")
     memory.barh(names, [row.peak_mb or 0.0 for row in rows], color=colours)

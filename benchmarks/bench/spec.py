@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-Kind = Literal["ours", "method", "torch", "peer", "rate"]
+Kind = Literal["ours", "method", "checked", "torch", "peer", "rate"]
 
 
 class SkippedError(Exception):
@@ -17,7 +17,7 @@ class Spec:
     Another method on our runtime has a `bundle` of its own, and so has ours at another image size.
 
     `samples` (N_s) and `batch` are those of this row; `bank_images` good images make a peer's memory, taken from the
-    folder `good` or made up.
+    folder `good` or made up. What is "checked" is ours, beside the oracle's arrays in the file `reference` first.
     """
 
     name: str
@@ -33,6 +33,8 @@ class Spec:
     good: str | None = None
     bank_images: int = 200
     matrix_side: int = 2048
+    reference: str | None = None
+    max_batch: int = 8
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""

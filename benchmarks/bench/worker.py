@@ -20,7 +20,10 @@ Answer = dict[str, Any]
 
 
 class Worker:
-    """Answers commands about one competitor; whatever goes wrong is an answer with the reason under `skipped`."""
+    """Answers commands about one competitor; whatever goes wrong is an answer with the reason under `skipped`.
+
+    With `failed` where the reason is none that was foreseen.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -37,7 +40,7 @@ class Worker:
             return {"skipped": missing(error, self.spec.kind)}
         except Exception as error:  # a competitor's library may raise anything, and the others must go on
             traceback.print_exc()
-            return {"skipped": f"{type(error).__name__}: {_first_line(error)}"}
+            return {"skipped": f"{type(error).__name__}: {_first_line(error)}", "failed": True}
 
     def open(self) -> Answer:
         """Load it and judge the first image."""

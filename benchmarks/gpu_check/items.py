@@ -1,0 +1,191 @@
+"""The pieces of a check in the order of their value, with what each is thought to take."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mdps.benchmarks.bench.spec import Spec
+from mdps.benchmarks.gpu_check.workfolder import Prepared
+
+SECONDS = {"demo": 12.0, "authors": 25.0}
+"""Of loading a network's bundle, comparing it and timing it; a first guess."""
+PREPARING = {
+    "demo:fp32": 20.0, "demo:fp16": 25.0, "demo:traced": 20.0, "demo:oracle": 20.0,
+    "demo:fp32:tensorrt-rtx": 25.0, "demo:fp16:tensorrt-rtx": 25.0,
+    "demo:fp32:tensorrt": 60.0, "demo:fp16:tensorrt": 60.0,
+    "authors:fp32": 50.0, "authors:fp16": 70.0, "authors:traced": 50.0, "authors:oracle": 40.0,
+    "authors:fp32:tensorrt-rtx": 80.0, "authors:fp16:tensorrt-rtx": 80.0,
+    "authors:fp32:tensorrt": 120.0, "authors:fp16:tensorrt": 120.0,
+}  # fmt: skip
+PRESENT = 1.0
+MANY = 16
+PEERS = {"patchcore": "PatchCore", "draem": "DRAEM"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way of ours to run a bundle: `load`'s backend and provider, the kind of bundle it takes, plans or none."""
+
+    name: str
+    backend: str
+    provider: str
+    plans: bool = False
+    traced: bool = False
+
+
+ON_CARD = (
+    Backend("TensorRT-RTX plans", "tensorrt-rtx", "cuda", plans=True),
+    Backend("TensorRT plans", "tensorrt", "cuda", plans=True),
+    Backend("ONNX Runtime, CUDA", "onnxruntime", "cuda"),
+    Backend("ONNX Runtime, TensorRT", "onnxruntime", "tensorrt"),
+    Backend("guided step traced, torch on CUDA", "onnxruntime", "cuda", traced=True),
+)
+ON_PROCESSOR = (
+    Backend("ONNX Runtime, CPU", "onnxruntime", "cpu"),
+    Backend("OpenVINO, CPU", "openvino", "cpu"),
+    Backend("guided step traced, torch on the CPU", "onnxruntime", "cpu", traced=True),
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of work: something `prepare` makes, or a `spec` to be measured once what it `needs` is there.
+
+    `family` is the backend it is of: where that cannot be loaded at all, later ones are not tried.
+    """
+
+    name: str
+    seconds: float
+    thing: str = ""
+    spec: Spec | None = None
+    network: str = ""
+    precision: str = "fp32"
+    samples: int = 1
+    needs: tuple[str, ...] = ()
+    family: str = ""
+    on_card: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a check is asked to do. `device` is the card, None for the first one."""
+
+    networks: tuple[str, ...] = ("demo", "authors")
+    precisions: tuple[str, ...] = ("fp32", "fp16")
+    samples: tuple[int, ...] = (1, MANY)
+    device: str | None = None
+    threads: int = 1
+    matrix_side: int = 8192
+    bank_images: int = 200
+
+
+def on_card(prepared: Prepared, choice: Choice) -> list[Item]:
+    """All of it: rates; the small network on every backend; the authors' in half precision; then the rest."""
+    every = _Items(prepared, choice, "cuda")
+    found = [*every.rates()]
+    for network, precision, samples in _cells(choice):
+        found += every.cell(network, precision, samples, ON_CARD)
+    return [*found, *every.peers()]
+
+
+def on_processor(prepared: Prepared, choice: Choice) -> list[Item]:
+    """What there is to run without a card."""
+    every = _Items(prepared, choice, "cpu")
+    found = [*every.rates()]
+    for network, precision, samples in _cells(choice):
+        backends = [one for one in ON_PROCESSOR if precision == "fp32" or one.backend == "onnxruntime"]
+        found += every.cell(network, precision, samples, backends)
+    return [*found, *every.peers()]
+
+
+def _cells(choice: Choice) -> list[tuple[str, str, int]]:
+    """Network, precision, N_s, the most valuable first."""
+    order = [
+        ("demo", "fp32", 1), ("authors", "fp16", 1), ("authors", "fp16", MANY), ("authors", "fp32", 1),
+        ("demo", "fp16", 1), ("demo", "fp16", MANY), ("demo", "fp32", MANY), ("authors", "fp32", MANY),
+    ]  # fmt: skip
+    many = max(choice.samples)
+    cells = [(network, precision, many if count == MANY else 1) for network, precision, count in order]
+    return [
+        one for one in dict.fromkeys(cells)
+        if one[0] in choice.networks and one[1] in choice.precisions and one[2] in choice.samples
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Items:
+    prepared: Prepared
+    choice: Choice
+    device: str
+
+    def rates(self) -> Iterator[Item]:
+        for precision in self.choice.precisions:
+            spec = replace(self._spec(f"matrix product, {precision}"), kind="rate", variant=precision)
+            yield self._item(spec, 10.0, precision=precision)
+
+    def cell(self, network: str, precision: str, samples: int, backends: Sequence[Backend]) -> Iterator[Item]:
+        """Every backend with a network, and torch beside them, with what has to be prepared before."""
+        for one in backends:
+            if one.traced and precision != "fp32":
+                continue  # a traced bundle has no other
+            kind = "traced" if one.traced else precision
+            things = [f"{network}:fp32", f"{network}:oracle", f"{network}:{kind}"]
+            things += [f"{network}:{kind}:{one.backend}"] if one.plans else []
+            yield from self._made(things)
+            spec = replace(
+                self._spec(f"{one.name}, {_label(network, precision, samples)}"),
+                kind="checked", variant=one.backend, device=one.provider, samples=samples,
+                bundle=str(self.prepared.bundle(network, kind)), reference=str(self.prepared.reference(network)),
+                max_batch=max(8, samples),
+            )  # fmt: skip
+            seconds = SECONDS[network] * (2 if samples > 1 else 1)
+            yield self._item(spec, seconds, network, precision, samples, tuple(things), one.name)
+        yield from self._torch(network, precision, samples)
+
+    def _torch(self, network: str, precision: str, samples: int) -> Iterator[Item]:
+        ways = {"autocast": "torch, autocast"} if precision == "fp16" else {"eager": "torch eager"}
+        if samples == 1 and precision == "fp32":
+            ways["authors"] = "torch as the authors wrote it"
+        if self.device == "cpu":
+            ways.pop("autocast", None)  # slower than float32 on most processors
+        for way, name in ways.items():
+            things = [f"{network}:fp32", f"{network}:oracle"]
+            yield from self._made(things)
+            spec = replace(
+                self._spec(f"{name}, {_label(network, precision, samples)}"),
+                kind="torch", variant=way, samples=samples, bundle=str(self.prepared.bundle(network, "fp32")),
+                ckpt=str(self.prepared.checkpoint(network)), reference=str(self.prepared.reference(network)),
+            )  # fmt: skip
+            yield self._item(spec, SECONDS[network], network, precision, samples, tuple(things), f"torch {way}")
+
+    def peers(self) -> Iterator[Item]:
+        """At the size of the largest network, as they are what a user would run instead."""
+        network = self.choice.networks[-1]
+        for variant, name in PEERS.items():
+            yield from self._made([f"{network}:fp32"])
+            spec = replace(
+                self._spec(f"{name}, {network}"), kind="peer", variant=variant,
+                bundle=str(self.prepared.bundle(network, "fp32")), bank_images=self.choice.bank_images,
+            )  # fmt: skip
+            yield self._item(spec, 25.0, network, "fp32", 1, (f"{network}:fp32",), name)
+
+    def _made(self, things: Sequence[str]) -> Iterator[Item]:
+        for thing in dict.fromkeys(things):
+            seconds = PRESENT if self.prepared.has(thing) else PREPARING[thing]
+            network = thing.partition(":")[0]
+            needs = tuple(part for part in (f"{network}:fp32", thing.rpartition(":")[0]) if ":" in part)
+            needs = tuple(part for part in dict.fromkeys(needs) if part != thing)
+            yield Item(f"prepare {thing}", seconds, thing=thing, network=network, needs=needs, on_card=False)
+
+    def _item(
+        self, spec: Spec, seconds: float, network: str = "", precision: str = "fp32", samples: int = 1,
+        needs: tuple[str, ...] = (), family: str = "",
+    ) -> Item:  # fmt: skip
+        on_card = self.device != "cpu"
+        return Item(spec.name, seconds, "", spec, network, precision, samples, needs, family or spec.name, on_card)
+
+    def _spec(self, name: str) -> Spec:
+        return Spec(name, "rate", "", "", self.choice.threads, device=self.device, matrix_side=self.choice.matrix_side)
+
+
+def _label(network: str, precision: str, samples: int) -> str:
+    return f"{network} {precision} N_s {samples}"

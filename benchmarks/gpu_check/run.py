@@ -1,0 +1,205 @@
+"""Does as much of a check as fits into its minutes, the most valuable first; writes what is known after each piece."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self
+
+from mdps.benchmarks.bench.process import Process, environment
+from mdps.benchmarks.bench.rounds import Measurement
+from mdps.benchmarks.gpu_check.items import Item
+from mdps.benchmarks.gpu_check.rows import Row, measured_row, prepared_row
+from mdps.benchmarks.gpu_check.workfolder import Prepared
+from mdps.runtime import cards
+
+Say = Callable[[str], None]
+GRACE = 3.0
+"""An item that takes so many times what was thought is given up."""
+LEAST = 20.0
+
+
+@dataclass
+class Minutes:
+    """What is left of them."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (self.clock() - self.start)
+
+
+class Doer(Protocol):
+    """Does one item within so many seconds; what goes wrong is in the row."""
+
+    def __call__(self, item: Item, limit: float, rates: dict[str, float]) -> Row: ...
+
+
+def run_check(
+    items: Sequence[Item], minutes: Minutes, do: Doer, written: Callable[[list[Row]], None], say: Say
+) -> list[Row]:
+    """A row an item. `written` is called with all rows so far after each of them."""
+    rows: list[Row] = []
+    without: dict[str, str] = {}  # prepared things that are not there, and families that do not load: why
+    rates: dict[str, float] = {}
+    for item in _once(items):
+        reason = _obstacle(item, without, minutes.left)
+        if reason:
+            row = Row(item.name, "skipped", reason, item.network, item.precision, item.samples)
+        else:
+            say(f"{minutes.left:.0f} s left: {item.name}")
+            row = do(item, min(minutes.left, max(LEAST, GRACE * item.seconds)), rates)
+        if row.state != "ran":
+            if not reason:
+                say(f"{row.state} {item.name}: {row.reason}")
+            if item.thing or (not reason and row.load_ms is None and not row.findings):
+                without.setdefault(item.thing or item.family, row.reason)
+        elif item.spec is not None and item.spec.kind == "rate" and row.tflops is not None:
+            rates[item.precision] = row.tflops
+        rows.append(row)
+        written(rows)
+    return rows
+
+
+def _once(items: Sequence[Item]) -> list[Item]:
+    """Things are prepared before what needs them first, and not again."""
+    return list({item.name: item for item in reversed(items)}.values())[::-1]
+
+
+def _obstacle(item: Item, without: dict[str, str], left: float) -> str:
+    for need in item.needs:
+        if need in without:
+            return f"there is no {need}: {without[need]}"
+    if item.family in without:
+        return f"as before: {without[item.family]}"
+    if item.seconds > left:
+        return f"does not fit: it takes some {item.seconds:.0f} s and {max(0, left):.0f} s were left"
+    return ""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The real doer: every item in a process of its own."""
+
+    prepared: Prepared
+    rounds: int
+    threads: int
+    device: str | None = None
+    prepare_options: tuple[str, ...] = ()
+    warm_up: int = 2
+
+    def __call__(self, item: Item, limit: float, rates: dict[str, float]) -> Row:
+        """See `Doer`."""
+        if item.thing:
+            return self._prepare(item, limit)
+        assert item.spec is not None
+        start = time.monotonic()
+        with UsedMemory(self.device if item.on_card else None, item.on_card) as memory:
+            one, failed = self._measure(item, limit)
+        return measured_row(
+            item, one, failed=failed, seconds=time.monotonic() - start, device_mb=memory.grown_mb, rates=rates
+        )
+
+    def _prepare(self, item: Item, limit: float) -> Row:
+        start = time.monotonic()
+        if self.prepared.has(item.thing):
+            return prepared_row(item, "ran", 0.0, "it was there")
+        command = [sys.executable, "-m", "mdps.benchmarks.gpu_check.prepare", item.thing]
+        command += ["--work", str(self.prepared.folder), *self.prepare_options]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=limit, check=False,
+                env=environment(self.threads),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return prepared_row(item, "failed", time.monotonic() - start, f"took longer than {limit:.0f} s")
+        if not done.returncode:
+            return prepared_row(item, "ran", time.monotonic() - start)
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = said[-1].removeprefix("error: ") if said else f"its process ended with code {done.returncode}"
+        foreseen = (bool(said) and said[-1].startswith("error: ")) or "ModuleNotFoundError" in last
+        return prepared_row(item, "skipped" if foreseen else "failed", time.monotonic() - start, last)
+
+    def _measure(self, item: Item, limit: float) -> tuple[Measurement, bool]:
+        """Opened and compared, warmed up, then runs until there are enough or its time is over."""
+        assert item.spec is not None
+        one, own = Measurement(item.spec), Minutes(limit)
+        timed = Minutes(max(1.0, limit / GRACE))
+        with Process(item.spec, limit) as process:
+            one.facts = process.ask("open")
+            for _ in range(self.warm_up):
+                if not process.skipped:
+                    process.ask("run", own.left)
+            while not process.skipped and len(one.ms) < self.rounds and (timed.left > 0 or not one.ms):
+                answer = process.ask("run", max(0.1, own.left))
+                if process.skipped:
+                    break
+                one.ms.append(answer["ms"])
+                if answer["passes_ms"] is not None:
+                    one.passes_ms.append(answer["passes_ms"])
+            if not process.skipped:
+                one.peak_mb = process.ask("peak", 10.0).get("peak_mb")
+            one.skipped = process.skipped
+            return one, process.failed
+
+
+class UsedMemory:
+    """By how much the memory used on a card grows meanwhile, looked at four times a second."""
+
+    def __init__(self, device: str | None, look: bool = True, seconds: float = 0.25) -> None:
+        self._device, self._look, self._seconds = device, look, seconds
+        self._before: int | None = None
+        self._most = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def grown_mb(self) -> float | None:
+        """In 10^6 bytes; None where nobody tells."""
+        return None if self._before is None else max(0, self._most - self._before) / 1e6
+
+    def __enter__(self) -> Self:
+        self._before = self._used() if self._look else None
+        if self._before is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._before is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(self._seconds):
+            self._most = max(self._most, self._used() or 0)
+
+    def _used(self) -> int | None:
+        known = cards.cards()
+        if not known:
+            return None
+        card = known[0] if self._device is None else cards.find(self._device, known)
+        return None if card.total is None or card.free is None else card.total - card.free
+
+
+def skip_all(items: Sequence[Item], reason: str) -> list[Row]:
+    """Rows of what is not tried at all."""
+    return [
+        Row(item.name, "skipped", reason, item.network, item.precision, item.samples)
+        for item in _once(items)
+        if item.spec is not None
+    ]
+
+
+def folder_of(out: Path, work: Path | None) -> Prepared:
+    """Where prepared things lie: given, or in the folder of the results."""
+    return Prepared(work or out / "work")

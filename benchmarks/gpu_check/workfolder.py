@@ -1,0 +1,44 @@
+"""Where prepared things lie in a work folder, and what they are called."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORKS = ("demo", "authors")
+"""The network that ships with mdps, at 64 x 64; the authors' of 33 M parameters with seeded weights, at 256 x 256."""
+KINDS = ("fp32", "fp16", "traced")
+PLAN_BACKENDS = ("tensorrt-rtx", "tensorrt")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A work folder."""
+
+    folder: Path
+
+    def checkpoint(self, network: str) -> Path:
+        """The denoiser a network's bundles are made from."""
+        return self.folder / f"{network}.safetensors"
+
+    def bundle(self, network: str, kind: str) -> Path:
+        """A network's bundle of one of KINDS; traced is fp32 too."""
+        return self.folder / f"{network}-{kind}"
+
+    def reference(self, network: str) -> Path:
+        """What the oracle computed with a network."""
+        return self.folder / f"{network}-oracle.npz"
+
+    def has(self, thing: str) -> bool:
+        """Whether `thing` (see `prepare`) is there."""
+        network, kind, *backend = thing.split(":")
+        if kind == "oracle":
+            return self.reference(network).is_file()
+        bundle = self.bundle(network, kind)
+        if not (bundle / "manifest.json").is_file():
+            return False
+        return not backend or self._has_plans(bundle, backend[0])
+
+    def _has_plans(self, bundle: Path, backend: str) -> bool:
+        from mdps.runtime.manifest import Manifest
+        from mdps.runtime.plans import plans_of
+
+        return any(entry.backend == backend for entry in plans_of(Manifest.read(bundle, verify=False)))
