@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,15 @@ _PATIENCE = 120.0  # seconds for a server to be ready, or to stop
 
 @dataclass
 class ServerProcess:
-    """A running server: where it listens, what it logged so far (of requests, after the first ones, only their ids)."""
+    """A running server: where it listens, what it logged so far (of requests, after the first ones, only their ids).
+
+    Events for which `keep` says False are not kept in `events`: a long run has millions.
+    """
 
     process: "subprocess.Popen[bytes]"
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=2000))
+    keep: Callable[[dict[str, Any]], bool] = lambda event: True
 
     @property
     def url(self) -> str:
@@ -78,6 +82,8 @@ class ServerProcess:
             self.lines.append(line)
             if line.startswith("{"):
                 event = json.loads(line)
+                if not self.keep(event):
+                    continue
                 is_short = event["event"] == "request" and len(self.events) > _WHOLE
                 self.events.append(
                     {"event": "request", "id": event["id"], "level": event["level"]} if is_short else event
