@@ -1,5 +1,7 @@
 """A backend of ours beside the oracle's arrays, stage by stage, and then timed as in `mdps bench`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ from mdps.benchmarks.bench.ours import Ours
 from mdps.benchmarks.bench.spec import Spec
 from mdps.benchmarks.gpu_check.reference import Reference, compare
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.session import BACKENDS, Session, open_session
 
 
 class Checked(Ours):
@@ -21,4 +24,21 @@ class Checked(Ours):
         super().__init__(spec)
         precision = str(manifest.network.get("precision", "fp32"))
         samples = self.detector.settings.sampler.samples
-        self.facts["findings"] = [one.to_json() for one in compare(reference, self.detector, precision, samples)]
+        with _plain_step(spec, manifest) as plain:
+            found = compare(reference, self.detector, precision, samples, plain)
+        self.facts["findings"] = [one.to_json() for one in found]
+
+
+@contextmanager
+def _plain_step(spec: Spec, manifest: Manifest) -> Iterator[Session | None]:
+    """The plain step where it is a graph of the bundle: the passes of the check are guided and open no other."""
+    graph = manifest.graphs.get("plain_step")
+    if graph is None or spec.variant not in BACKENDS:
+        yield None
+        return
+    file = Path(spec.bundle) / graph.variants.get(spec.variant, graph.file)
+    session = open_session(file, spec.device, spec.threads, spec.variant)
+    try:
+        yield session
+    finally:
+        session.close()

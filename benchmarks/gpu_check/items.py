@@ -117,9 +117,13 @@ class _Items:
     choice: Choice
     device: str
 
+    @property
+    def _place(self) -> str:
+        return "the CPU" if self.device == "cpu" else "CUDA"
+
     def rates(self) -> Iterator[Item]:
         for precision in self.choice.precisions:
-            spec = replace(self._spec(f"matrix product, {precision}"), kind="rate", variant=precision)
+            spec = replace(self._spec(f"matrix product, {precision}, {self._place}"), kind="rate", variant=precision)
             yield self._item(spec, 10.0, precision=precision)
 
     def cell(self, network: str, precision: str, samples: int, backends: Sequence[Backend]) -> Iterator[Item]:
@@ -151,7 +155,7 @@ class _Items:
             things = [f"{network}:fp32", f"{network}:oracle"]
             yield from self._made(things)
             spec = replace(
-                self._spec(f"{name}, {_label(network, precision, samples)}"),
+                self._spec(f"{name} on {self._place}, {_label(network, precision, samples)}"),
                 kind="torch", variant=way, samples=samples, bundle=str(self.prepared.bundle(network, "fp32")),
                 ckpt=str(self.prepared.checkpoint(network)), reference=str(self.prepared.reference(network)),
             )  # fmt: skip
@@ -163,7 +167,7 @@ class _Items:
         for variant, name in PEERS.items():
             yield from self._made([f"{network}:fp32"])
             spec = replace(
-                self._spec(f"{name}, {network}"), kind="peer", variant=variant,
+                self._spec(f"{name} on {self._place}, {network}"), kind="peer", variant=variant,
                 bundle=str(self.prepared.bundle(network, "fp32")), bank_images=self.choice.bank_images,
             )  # fmt: skip
             yield self._item(spec, 25.0, network, "fp32", 1, (f"{network}:fp32",), name)

@@ -4,7 +4,7 @@ numpy only: where the file travels along, the machine that is checked needs no t
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -119,8 +119,10 @@ def identity(manifest: Manifest) -> dict[str, Any]:
     return {"checkpoint": manifest.checkpoint.sha256, "settings": manifest.settings.to_json()}
 
 
-def compare(reference: Reference, detector: Detector, precision: str, samples: int) -> list[Finding]:
-    """Every stage there is, with `samples` an image.
+def compare(
+    reference: Reference, detector: Detector, precision: str, samples: int, plain: Session | None = None
+) -> list[Finding]:
+    """Every stage there is, with `samples` an image; `plain` is the plain step where the detector opens none.
 
     Steps and scoring take the reference's one picture that many times over; whole detections are compared where the
     oracle made them with as many samples.
@@ -128,7 +130,7 @@ def compare(reference: Reference, detector: Detector, precision: str, samples: i
     judge = _Judge(reference, precision)
     pipeline = detector._open_pipeline()  # steps and scoring one by one are of no use but to a check
     if isinstance(pipeline, Pipeline):  # on a card nothing comes back between the passes
-        _steps(judge, pipeline, samples)
+        _steps(judge, pipeline.steps.guided, pipeline.steps.plain or plain, samples)
         _scoring(judge, pipeline, samples)
     if reference.has(f"whole{samples}."):
         _whole(judge, detector, samples)
@@ -177,12 +179,8 @@ def _many(array: Array, count: int) -> Array:
     return np.repeat(array, count, axis=0)
 
 
-def _steps(judge: _Judge, pipeline: Pipeline, samples: int) -> None:
-    sessions: Iterable[tuple[str, Session | None]] = (
-        ("guided_step", pipeline.steps.guided),
-        ("plain_step", pipeline.steps.plain),
-    )
-    for role, session in sessions:
+def _steps(judge: _Judge, guided: Session | None, plain: Session | None, samples: int) -> None:
+    for role, session in (("guided_step", guided), ("plain_step", plain)):
         if session is None:
             continue
         found = session.run(judge.reference.step_feeds(session.inputs, samples))

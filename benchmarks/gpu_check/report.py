@@ -65,10 +65,17 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any], finished: bool = True
     if targets := _targets(ran):
         parts += ["## Targets", targets]
     for state, title in (("failed", "Failed"), ("skipped", "Skipped")):
-        lines = [f"- {row.name}: {row.reason}" for row in rows if row.state == state]
-        if lines:
-            parts += [f"## {title}", "\n".join(lines)]
+        if lines := _reasons([row for row in rows if row.state == state]):
+            parts += [f"## {title}", lines]
     return "\n\n".join(parts) + "\n"
+
+
+def _reasons(rows: Sequence[Row]) -> str:
+    """A line a reason, with all it holds for."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row.reason, []).append(row.name)
+    return "\n".join(f"- {'; '.join(each)}: {reason}" for reason, each in names.items())
 
 
 def _heading(machine: dict[str, Any]) -> str:

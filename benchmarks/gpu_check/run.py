@@ -134,12 +134,12 @@ class Workshop:
         """Opened and compared, warmed up, then runs until there are enough or its time is over."""
         assert item.spec is not None
         one, own = Measurement(item.spec), Minutes(limit)
-        timed = Minutes(max(1.0, limit / GRACE))
         with Process(item.spec, limit) as process:
             one.facts = process.ask("open")
             for _ in range(self.warm_up):
                 if not process.skipped:
                     process.ask("run", own.left)
+            timed = Minutes(min(own.left / 2, item.seconds / 2))
             while not process.skipped and len(one.ms) < self.rounds and (timed.left > 0 or not one.ms):
                 answer = process.ask("run", max(0.1, own.left))
                 if process.skipped:

@@ -1,0 +1,264 @@
+"""A folder to carry to a machine without a network: `python -m mdps.benchmarks.gpu_check.kit --out KIT`.
+
+It holds wheels of mdps and of all it needs there, prepared bundles with plans and the oracle's numbers, in parts of a
+chosen size with a sum each, and `run.sh`, which joins, checks, installs and runs `mdps gpu-check`. What is there
+already is used again, so a run that was stopped goes on.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mdps
+from mdps.benchmarks.script import exit_code
+from mdps.runtime.atomic import write_bytes, write_text
+from mdps.runtime.errors import MdpsError, UsageError, require
+from mdps.runtime.versions import versions
+
+EXTRAS = ("gpu", "tensorrt-rtx")
+TORCH_EXTRAS = ("export", "bench")
+LIBRARIES = ("onnxruntime-gpu[cuda,cudnn]", "cuda-bindings", "nvidia-cuda-runtime")
+"""What the extras leave to the machine: CUDA and cuDNN as ONNX Runtime wants them, and the calls into the driver."""
+THINGS = (
+    "demo:fp16:tensorrt-rtx",
+    "demo:fp32:tensorrt-rtx",
+    "demo:oracle",
+    "authors:fp16:tensorrt-rtx",
+    "authors:oracle",
+)
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LEFT_OUT = shutil.ignore_patterns(
+    ".*", "build", "dist", "tests", "out", "runs", "results", "__pycache__", "*.egg-info", "demo-report", "gpu-check"
+)
+SUMS, MANIFEST, RUN, PART = "SHA256SUMS", "manifest.json", "run.sh", "kit.tar."
+
+
+@dataclass(frozen=True)
+class KitOptions:
+    """For which machine, and what goes along. `find_links` and `no_index` are pip's; `wheel` stands in for our own."""
+
+    python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    platform: str = "manylinux_2_28_x86_64"
+    extras: tuple[str, ...] = EXTRAS
+    libraries: tuple[str, ...] = LIBRARIES
+    with_torch: bool = False
+    things: tuple[str, ...] = THINGS
+    capabilities: str | None = None
+    part_size: int = 60 * 10**6
+    find_links: Path | None = None
+    no_index: bool = False
+    wheel: Path | None = None
+
+    def __post_init__(self) -> None:
+        require(self.part_size >= 1000, f"a part should hold at least 1 KB, not {self.part_size} bytes")
+        require(
+            re.fullmatch(r"3\.\d+", self.python) is not None, f"{self.python!r} is no version of Python such as 3.12"
+        )
+
+    @property
+    def requirements(self) -> list[str]:
+        """What pip is asked for there."""
+        extras = (*self.extras, *(TORCH_EXTRAS if self.with_torch else ()))
+        return [f"mdps[{','.join(extras)}]" if extras else "mdps", *self.libraries]
+
+
+def make_kit(out: Path, options: KitOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Fills the folder `out`; what the manifest says. MdpsError where pip finds no wheel or a thing cannot be made."""
+    staging = out.with_name(out.name + ".staging")  # wheels and bundles, kept for the next run
+    for folder in (out, staging / "wheels", staging / "prepared"):
+        folder.mkdir(parents=True, exist_ok=True)
+    say("collecting wheels")
+    _wheels(staging / "wheels", options)
+    if options.things:
+        say("preparing bundles")
+        _prepare(staging / "prepared", options)
+    write_text(staging / "requirements.txt", "\n".join(options.requirements) + "\n")
+    files = _files(staging, options.with_torch)
+    say(f"writing {len(files)} files in parts")
+    parts = _split(files, staging, out, options.part_size)
+    manifest = {
+        "python": options.python,
+        "platform": options.platform,
+        "requirements": options.requirements,
+        "parts": parts,
+        "files": {str(path.relative_to(staging)): path.stat().st_size for path in files},
+        "versions": versions("torch", "onnx", "tensorrt-rtx-cu13-libs"),
+    }
+    script = (Path(__file__).parent / RUN).read_text(encoding="utf-8")
+    write_text(out / RUN, script.replace("@PYTHON@", options.python))
+    write_text(out / SUMS, "".join(f"{sum_}  {name}\n" for name, sum_ in parts.items()))
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def _wheels(folder: Path, options: KitOptions) -> None:
+    own = options.wheel or _own_wheel(options)
+    for old in folder.glob("mdps-*.whl"):
+        old.unlink()
+    own = Path(shutil.copy(own, folder))
+    wanted = [options.requirements[0].replace("mdps", str(own), 1), *options.requirements[1:]]
+    command = [
+        "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:", "--implementation", "cp",
+        "--python-version", options.python, *_platforms(options.platform), *_sources(options), *wanted,
+    ]  # fmt: skip
+    _pip(command)
+
+
+def _own_wheel(options: KitOptions) -> Path:
+    root = Path(mdps.__file__).parent
+    require(
+        (root / "pyproject.toml").is_file(),
+        "mdps is installed without its source: run this in a clone of its repository, or give --mdps-wheel",
+    )
+    folder = Path(tempfile.mkdtemp(prefix="mdps-kit-"))
+    shutil.copytree(root, folder / "tree", ignore=LEFT_OUT, symlinks=True)
+    isolation = ["--no-build-isolation"] if options.no_index else []
+    _pip(["wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", str(folder), str(folder / "tree")])
+    (wheel,) = folder.glob("mdps-*.whl")
+    return wheel
+
+
+def _platforms(platform: str) -> list[str]:
+    """The platform with the older ones whose wheels run on it too: pip takes each by its name only."""
+    names = [platform]
+    if found := re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform):
+        names = [f"manylinux_2_{minor}_{found[2]}" for minor in range(int(found[1]), 4, -1)]
+        names += [f"{old}_{found[2]}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
+    return [argument for name in names for argument in ("--platform", name)]
+
+
+def _sources(options: KitOptions) -> list[str]:
+    links = ["--find-links", str(options.find_links)] if options.find_links else []
+    return links + (["--no-index"] if options.no_index else [])
+
+
+def _pip(arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = said[-1].removeprefix("ERROR: ") if said else f"pip ended with code {done.returncode}"
+        raise MdpsError(f"the wheels cannot be had: {reason}")
+
+
+def _prepare(folder: Path, options: KitOptions) -> None:
+    capability = ["--compute-capability", options.capabilities] if options.capabilities else []
+    command = [sys.executable, "-m", "mdps.benchmarks.gpu_check.prepare", *options.things, "--work", str(folder)]
+    done = subprocess.run([*command, *capability], stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise MdpsError(
+            f"the bundles cannot be made: {said[-1].removeprefix('error: ') if said else 'no reason given'}"
+        )
+
+
+def _files(staging: Path, with_torch: bool) -> list[Path]:
+    """All that travels. Only torch reads the large network's checkpoint."""
+    found = [path for path in sorted(staging.rglob("*")) if path.is_file()]
+    return [path for path in found if with_torch or path.name != "authors.safetensors"]
+
+
+def _split(files: Sequence[Path], root: Path, out: Path, size: int) -> dict[str, str]:
+    """One tar file in parts: {name: sum}. Parts that are there and right are not written again."""
+    writer = _Parts(out, size)
+    with tarfile.open(fileobj=writer, mode="w|", format=tarfile.GNU_FORMAT) as archive:
+        for path in files:
+            info = archive.gettarinfo(path, str(path.relative_to(root)))
+            info.mtime, info.uid, info.gid, info.uname, info.gname, info.mode = 0, 0, 0, "", "", 0o644
+            with path.open("rb") as file:
+                archive.addfile(info, file)
+    writer.close()
+    for old in out.glob(f"{PART}*"):
+        if old.name not in writer.sums:
+            old.unlink()
+    return writer.sums
+
+
+class _Parts(io.RawIOBase):
+    """Cuts what is written into files of a size."""
+
+    def __init__(self, out: Path, size: int) -> None:
+        self._out, self._size, self._kept = out, size, bytearray()
+        self.sums: dict[str, str] = {}
+
+    def write(self, data: Any) -> int:
+        self._kept += data
+        while len(self._kept) >= self._size:
+            self._store(bytes(self._kept[: self._size]))
+            del self._kept[: self._size]
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed and self._kept:
+            self._store(bytes(self._kept))
+            self._kept.clear()
+        super().close()
+
+    def _store(self, data: bytes) -> None:
+        name = f"{PART}{len(self.sums):04d}"
+        self.sums[name] = hashlib.sha256(data).hexdigest()
+        path = self._out / name
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self.sums[name]:
+            return
+        write_bytes(path, data)
+
+
+def size_of(text: str) -> int:
+    """Bytes of "60MB" or "64MiB"; UsageError for what is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is no size such as 60MB or 64MiB")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; what goes wrong is one sentence on stderr."""
+    known = KitOptions()
+    parser = argparse.ArgumentParser(prog="mdps.benchmarks.gpu_check.kit", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the folder; OUT.staging beside it keeps what it is made of"
+    )
+    parser.add_argument("--part-size", default="60MB", help="of each file [60MB]")
+    parser.add_argument("--python", default=known.python, help=f"version there [{known.python}]")
+    parser.add_argument("--platform", default=known.platform, help=f"of the wheels [{known.platform}]")
+    parser.add_argument("--extras", default=",".join(EXTRAS), help=f"of mdps, or none [{','.join(EXTRAS)}]")
+    parser.add_argument("--libraries", default=" ".join(LIBRARIES), help="other packages, or none")
+    parser.add_argument("--with-torch", action="store_true", help="torch and all that exports, some 3 GB")
+    parser.add_argument("--things", default=",".join(THINGS), help="to prepare (see prepare), or none")
+    parser.add_argument("--compute-capability", help="of the cards that plans are for [8.6,8.9,12.0]")
+    parser.add_argument("--find-links", type=Path, help="folder with wheels to take from")
+    parser.add_argument("--no-index", action="store_true", help="take wheels from --find-links only")
+    parser.add_argument("--mdps-wheel", type=Path, help="wheel of mdps [built from this clone]")
+    given = parser.parse_args(argv)
+
+    def some(text: str, between: str | None = ",") -> tuple[str, ...]:
+        return () if text == "none" else tuple(text.split(between))
+
+    def work() -> None:
+        options = KitOptions(
+            given.python, given.platform, some(given.extras), some(given.libraries, None), given.with_torch,
+            some(given.things), given.compute_capability, size_of(given.part_size), given.find_links, given.no_index,
+            given.mdps_wheel,
+        )  # fmt: skip
+        try:
+            manifest = make_kit(given.out, options, lambda text: print(text, file=sys.stderr, flush=True))
+        except OSError as error:
+            raise MdpsError(f"{given.out} cannot be written: {error}") from error
+        print(f"wrote {given.out} in {len(manifest['parts'])} parts; there: sh {RUN}")
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
