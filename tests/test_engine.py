@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +15,23 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from mdps.export import ExportOptions, export_bundle
 from mdps.export import engine as engine_module
-from mdps.export.engine import Builder
+from mdps.export.engine import Builder, Built
 from mdps.export.engine_graph import parseable, without_layer_statistics
 from mdps.export.engine_types import inspected_types
 from mdps.export.graph import WeightStore, write
 from mdps.export.norms import ByChannel, Grouped, NormForm
-from mdps.export.plans import profile_of
+from mdps.export.plans import add_plans, profile_of
 from mdps.export.precision import in_precision, prepare
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
+from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.plans import plans_of
+from mdps.runtime.schedule import NoiseSchedule
 
 FORMS = {"grouped": Grouped(), "by-channel": ByChannel()}
 IMAGES = ("x_t", "observation", "mask", "noise")
@@ -66,18 +71,24 @@ def smallest() -> UNet:
     return network.eval().requires_grad_(False)
 
 
-def graph(network: UNet, kind: str, precision: str, norms: NormForm, path: Path) -> Path:
+def graph(
+    network: UNet, kind: str, precision: str, norms: NormForm, path: Path, rules: StepRules | None = None
+) -> Path:
     """A step graph with its weights beside it."""
-    image = torch.randn(1, 3, 16, 16)
-    inputs: dict[str, Any] = {name: image + i for i, name in enumerate(IMAGES)} | {"mask_noise": None}
+    rules, side = rules or StepRules(), network.config.image_size
+    image = torch.randn(1, 3, side, side)
+    inputs: dict[str, Any] = {name: image + i for i, name in enumerate(IMAGES)}
+    inputs["mask_noise"] = None if rules.mask_rule == "blend" else image + 9
     inputs["mask"] = image[:, :1]
     inputs |= {name: torch.tensor(value) for name, value in SCALARS.items()}
     outputs = ["x_s", "eps", "guidance_gradient"]
     if kind == "plain":
         del inputs["guidance_scale"], outputs[2]
-    denoiser = Denoiser(prepare(in_precision(network, precision), precision), "eps", norms)  # type: ignore[arg-type]
-    module = (GuidedStep if kind == "guided" else PlainStep)(denoiser, StepRules())
-    write(record(module, inputs, outputs, dict.fromkeys(IMAGES, ("batch",))), path, WeightStore(path.with_suffix(".w")))
+    network = in_precision(network, precision)  # type: ignore[arg-type]
+    denoiser = Denoiser(prepare(network, precision), rules.prediction, norms)  # type: ignore[arg-type]
+    module = (GuidedStep if kind == "guided" else PlainStep)(denoiser, rules)
+    axes = dict.fromkeys((*IMAGES, "mask_noise"), ("batch",))
+    write(record(module, inputs, outputs, axes), path, WeightStore(path.with_suffix(".w")))
     return path
 
 
@@ -98,17 +109,113 @@ def test_steps_build(kind: str, precision: str, form: str, rtx: Builder, tmp_pat
     assert built.types[TYPES[precision]] > 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["guided", "plain"])
-def test_every_variant_builds_for_every_card(
-    kind: str, form: str, precision: str, variant: str, make_network: Callable[..., UNet], rtx: Builder, tmp_path: Path
-) -> None:
-    path = graph(make_network(variant), kind, precision, FORMS[form], tmp_path / "step.onnx")
-    builder = Builder.of("tensorrt-rtx", ("8.6", "8.9", "12.0"), precision)
-    built = builder.build(path, profile_of(path, (1, 1, 16), None), precision)
+EVERY_CARD = ("8.6", "8.9", "12.0")
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+KINDS = pytest.mark.parametrize("kind", ["guided", "plain"])
+Note = Callable[[str, str, str, dict[str, int], int], None]
+
+
+@pytest.fixture(scope="module")
+def note() -> Iterator[Note]:
+    """Takes down what was built (network, graph, precision, layers by type, bytes) in the file MDPS_BUILD_TABLE."""
+    rows: list[str] = []
+
+    def row(network: str, graph: str, precision: str, types: dict[str, int], size: int) -> None:
+        layers = ", ".join(f"{count} {name}" for name, count in sorted(types.items()))
+        rows.append(f"| {network} | {graph} | {precision} | {sum(types.values())} ({layers}) | {size / 1e6:.1f} |")
+
+    yield row
+    if rows and (file := os.environ.get("MDPS_BUILD_TABLE")):
+        head = "| network | graph | precision | layers | plan, MB |\n|---|---|---|---|---:|\n"
+        Path(file).write_text(head + "\n".join(rows) + "\n")
+
+
+def build_for_every_card(path: Path, precision: str, batch: int = 16) -> Built:
+    built = Builder.of("tensorrt-rtx", EVERY_CARD, precision).build(
+        path, profile_of(path, (1, 1, batch), None), precision
+    )
     assert built.types[TYPES[precision]] > 20
+    return built
+
+
+@pytest.mark.slow
+@PRECISIONS
+@pytest.mark.parametrize("form", FORMS)
+@KINDS
+def test_every_variant_builds_for_every_card(
+    kind: str, form: str, precision: str, variant: str, make_network: Callable[..., UNet], rtx: Builder, note: Note,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = graph(make_network(variant), kind, precision, FORMS[form], tmp_path / "step.onnx")
+    built = build_for_every_card(path, precision)
+    note(variant, f"{kind} step, {form}", precision, built.types, len(built.plan))
+
+
+RULES = {
+    "replace": StepRules("replace"),
+    "inpaint": StepRules("inpaint"),
+    "squared norm": StepRules(guidance_norm="squared"),
+    "jacobian-free": StepRules(gradient="jacobian-free"),
+    "ddad": StepRules("replace", gradient="ddad"),
+    "predicts v": StepRules(prediction="v"),
+    "predicts x0": StepRules(prediction="x0"),
+}
+
+
+@pytest.mark.slow
+@PRECISIONS
+@pytest.mark.parametrize("rules", RULES)
+def test_every_rule_builds_for_every_card(
+    rules: str, precision: str, make_network: Callable[..., UNet], rtx: Builder, note: Note, tmp_path: Path
+) -> None:
+    path = graph(make_network("biggan"), "guided", precision, ByChannel(), tmp_path / "step.onnx", RULES[rules])
+    built = build_for_every_card(path, precision)
+    note("biggan", f"guided step, {rules}", precision, built.types, len(built.plan))
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "reference": {"preset": "mvtec/bottle"},
+    "paper, EfficientNet-Lite0": {"backbone": "efficientnet_lite0"},
+    "ddim": {"method": "ddim"},
+    "ddad": {"method": "ddad"},
+    "anoddpm": {"method": "anoddpm"},
+    "autoddpm": {"method": "autoddpm"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_features_and_scores_of_every_method_build_for_every_card(
+    score: str, rtx: Builder, note: Note, tmp_path: Path
+) -> None:
+    """In float32, whatever the denoiser's precision is."""
+    torch.manual_seed(0)
+    network = UNet(
+        UNetConfig(image_size=32, model_channels=16, channel_mult=(1,), num_res_blocks=1, attention_factors=())
+    )
+    save_denoiser(tmp_path / "small.safetensors", network, NoiseSchedule.linear(), "eps")
+    tiny = {} if score == "anoddpm" else {"backbone": "random_tiny"}
+    options = ExportOptions(**(tiny | SCORES[score]))
+    bundle = export_bundle(tmp_path / "small.safetensors", tmp_path / "bundle", options)
+    manifest = add_plans(bundle, Manifest.read(bundle), Builder.of("tensorrt-rtx", EVERY_CARD))
+    for entry in plans_of(manifest):
+        if entry.role in ("features", "score"):
+            note(entry.role, f"{score}, {options.backbone or 'pixels'}", "fp32", entry.types,
+                 (bundle / entry.file).stat().st_size)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@KINDS
+def test_the_authors_network_builds_for_every_card(
+    kind: str, precision: str, rtx: Builder, note: Note, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network = UNet(UNetConfig(image_size=256)).eval().requires_grad_(False)  # 33 M parameters
+    path = graph(network, kind, precision, ByChannel(), tmp_path / "step.onnx")
+    built = build_for_every_card(path, precision, batch=8)
+    note("the authors', 256 x 256", f"{kind} step, by-channel", precision, built.types, len(built.plan))
 
 
 def test_a_graph_in_another_type_is_refused(rtx: Builder, tmp_path: Path) -> None:
