@@ -11,10 +11,10 @@ from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BundleError, CalibrationError, require
 from mdps.runtime.manifest import FILE_NAME, GraphEntry, Manifest
 from mdps.runtime.noise import NoiseBank
-from mdps.runtime.pipeline import Pipeline
+from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import ChunkedSession, Session, check_backend, open_session
+from mdps.runtime.session import PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
 
@@ -39,6 +39,7 @@ def load(
     is measured on this bundle for a moment the first time and then remembered (see `choice`, which warns with a
     BackendWarning where it cannot). The guided step of a bundle made with `--guidance-backend traced` runs in torch
     whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
+    "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
 
     `samples` (N_s), `seed` and `early_exit` (see `SamplerSettings`; it needs a calibration) override the bundle's; at
     most `max_batch` posterior samples are computed at once. With `calibrated` the product must have a calibration made
@@ -56,7 +57,7 @@ def load(
         path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
     )
     with ExitStack() as opened:
-        pipeline = open_pipeline(
+        pipeline = open_inspector(
             path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch
         )
         detector = Detector(manifest, pipeline, calibration, product=product, backend=chosen)
@@ -64,6 +65,31 @@ def load(
             detector.warm_up()
         opened.pop_all()  # only a failure above closes what was opened
     return detector
+
+
+def open_inspector(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    opened: ExitStack,
+    *,
+    backend: str = "onnxruntime",
+    provider: str = "cpu",
+    threads: int | None = None,
+    max_batch: int = 8,
+    device: int = 0,
+) -> Inspector:
+    """What judges images on any backend, closed with `opened`; `device` is CUDA's number of the card. As `load`."""
+    if backend not in PLAN_BACKENDS:
+        return open_pipeline(
+            path, manifest, settings, opened, backend=backend, provider=provider, threads=threads, max_batch=max_batch
+        )
+    from mdps.runtime.device import cuda
+    from mdps.runtime.trt import open_plans
+
+    pipeline = open_plans(path, manifest, settings, backend, lambda: cuda.open_driver(device), max_batch)
+    opened.callback(pipeline.close)
+    return pipeline
 
 
 def open_pipeline(

@@ -81,7 +81,7 @@ def posterior_sampling(
     known = {"observation": y, "mask": m, "guidance_scale": np.asarray(this_pass.guidance_scale, dtype=np.float32)}
     bound = session.bind(_named(session.inputs, known if inpaint else known | {"mask_noise": z}))
     for n, step in enumerate(steps):  # line 3; t and s of line 4 are in `step`
-        feeds = {"x_t": x_t, "noise": draw(n) if step.sigma_t else none, **_scalars(step)}  # line 11
+        feeds = {"x_t": x_t, "noise": draw(n) if step.sigma_t else none, **step_scalars(step)}  # line 11
         if inpaint:
             feeds["mask_noise"] = draw(KNOWN + n) if n else z
         more = {} if reuse else {name: np.empty_like(y) for name in session.outputs if name != "x_s"}
@@ -104,9 +104,19 @@ def _start(this_pass: PassSettings, y: Image, m: Image, previous: Image | None) 
 
 def _mix(image: Image, alpha: float, noise: Image, out: Image, spare: Image) -> None:
     """sqrt(alpha) image + sqrt(1 - alpha) noise into `out`, which may be `image`; `spare` is written over."""
-    np.multiply(noise, np.sqrt(np.float32(1 - alpha)), out=spare)
-    np.multiply(image, np.sqrt(np.float32(alpha)), out=out)
+    np.multiply(noise, noise_root(alpha), out=spare)
+    np.multiply(image, signal_root(alpha), out=out)
     np.add(out, spare, out=out)
+
+
+def signal_root(alpha: float) -> np.float32:
+    """The share of the image in an x_t."""
+    return np.float32(np.sqrt(np.float32(alpha)))
+
+
+def noise_root(alpha: float) -> np.float32:
+    """The share of the noise in an x_t."""
+    return np.float32(np.sqrt(np.float32(1 - alpha)))
 
 
 def _named(names: Sequence[str], arrays: Mapping[str, Image]) -> dict[str, Image]:
@@ -114,7 +124,8 @@ def _named(names: Sequence[str], arrays: Mapping[str, Image]) -> dict[str, Image
     return {name: array for name, array in arrays.items() if name in names}
 
 
-def _scalars(step: Step) -> dict[str, Image]:
+def step_scalars(step: Step) -> dict[str, Image]:
+    """What a step graph is told of a step, by the names of its inputs."""
     values = {
         "timestep": step.timestep,
         "alpha_t": step.alpha_t,

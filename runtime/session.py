@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, require
 
 BACKENDS = ("onnxruntime", "openvino")
+PLAN_BACKENDS = ("tensorrt", "tensorrt-rtx")
+"""Those that run a bundle's plans on a card, the loop and all, and have no sessions."""
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -67,6 +69,7 @@ def open_session(
 ) -> Session:
     """The graph in an `.onnx` file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`."""
     check_backend(backend, provider)
+    require(backend not in PLAN_BACKENDS, f"the backend {backend} opens plans of a bundle, not a graph")
     if backend == "openvino":
         from mdps.runtime.openvino import OpenVinoSession
 
@@ -78,10 +81,12 @@ def open_session(
 
 def check_backend(backend: str, provider: str) -> None:
     """Raise UsageError for a backend that does not exist, or one that would not run on `provider` (ONNX Runtime's)."""
-    require(backend in BACKENDS, f"there is no backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    known = (*BACKENDS, *PLAN_BACKENDS)
+    require(backend in known, f"there is no backend {backend!r}: choose one of {', '.join(known)}")
+    where = "by itself on a card" if backend in PLAN_BACKENDS else "on the cpu"
     require(
         backend == "onnxruntime" or provider == "cpu",
-        f"the backend {backend} runs on the cpu, {provider!r} is a provider of onnxruntime: choose one of the two",
+        f"the backend {backend} runs {where}, {provider!r} is a provider of onnxruntime: choose one of the two",
     )
 
 

@@ -14,10 +14,11 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable
 PRODUCT = click.option("--product", default="default", show_default=True, help="Which of the bundle's calibrations.")
 BACKEND = click.option(
     "--backend",
-    type=click.Choice(["onnxruntime", "openvino", "auto"]),
+    type=click.Choice(["onnxruntime", "openvino", "auto", "tensorrt", "tensorrt-rtx"]),
     default="onnxruntime",
     show_default=True,
-    help="What computes on the CPU; auto measures once which is faster here, and remembers.",
+    help="What computes; auto measures once which is faster on this CPU, and remembers. tensorrt and tensorrt-rtx run "
+    "the bundle's engine plans on an NVIDIA card.",
 )
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."

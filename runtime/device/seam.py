@@ -90,7 +90,7 @@ class Driver(Protocol):
         """A new stream, which does not wait for the default stream."""
 
     def event(self) -> Event:
-        """A new event, that keeps the time."""
+        """A new event, that keeps the time. Before it is recorded it counts as having happened."""
 
     def upload(self, to: int, array: NDArray[Any], stream: Stream) -> None:
         """Copy a C-contiguous array to an address; its contents must stay until the stream is that far."""

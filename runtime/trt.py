@@ -1,0 +1,342 @@
+"""Plans of TensorRT and TensorRT-RTX on a card: both libraries have the same names, so one module serves them.
+
+A context has its shapes and addresses fixed when it is bound, so that its runs may be recorded in graphs. All contexts
+share one piece of memory for what lies between layers: they run one after another on one stream.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mdps.runtime.atomic import write_bytes
+from mdps.runtime.choice import BackendWarning, cache_file
+from mdps.runtime.device.pipeline import DevicePipeline, check_settings
+from mdps.runtime.device.program import Engines
+from mdps.runtime.device.seam import Buffer, Card, Driver, Stream
+from mdps.runtime.errors import BackendError, BundleError
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.noise import NoiseBank
+from mdps.runtime.plans import PlanEntry, plans_of
+from mdps.runtime.session import Port
+from mdps.runtime.settings import Settings
+
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
+NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+
+
+def open_plans(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    backend: str,
+    open_card: Callable[[], Driver],
+    max_batch: int = 8,
+) -> DevicePipeline:
+    """The bundle in `path` on a card, by its plans of `backend`; only those that its passes and score need are loaded.
+
+    Raises UsageError for settings that no plan serves, BundleError where the bundle lacks plans, BackendError where
+    library, driver or card is missing, or a plan is for another card or release.
+    """
+    check_settings(settings)
+    entries = _entries(path, manifest, settings, backend)
+    library = load_library(backend)
+    driver = open_card()
+    try:
+        for entry in entries.values():
+            check_plan(entry, str(library.__version__), driver.card, path, manifest)
+        with driver.current():
+            stream = driver.stream()
+            loader = Loader(backend, library, driver)
+            opened = {role: loader.open(path / entry.file) for role, entry in entries.items()}
+        engines = Engines(
+            opened.get("guided_step"), opened.get("plain_step"), opened.get("features"), opened["score"]
+        )  # fmt: skip
+        noise = NoiseBank(settings.sampler.seed, (3, *manifest.preprocessing.network_size), settings.sampler.noise)
+        return DevicePipeline(driver, stream, engines, manifest.schedule, settings, noise, max_batch)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _entries(path: Path, manifest: Manifest, settings: Settings, backend: str) -> dict[str, PlanEntry]:
+    """The plans of the graphs that these settings need, by role."""
+    if manifest.guidance_backend == "traced":
+        raise BackendError(
+            f"the guided step of {path} is a torch program, which has no plan (--guidance-backend traced): use the "
+            "backend onnxruntime"
+        )
+    scales = [one.guidance_scale for one in settings.sampler.passes]
+    wanted = {"guided_step": any(scales), "plain_step": not all(scales), "features": bool(settings.score.stages)}
+    roles = [*(role for role, needed in wanted.items() if needed), "score"]
+    found = {entry.role: entry for entry in plans_of(manifest, str(path)) if entry.backend == backend}
+    if missing := [role for role in roles if role not in found]:
+        raise BundleError(
+            f"{path} has no plan of {NAMES[backend]} for {', '.join(missing)}: {_rebuild(path, manifest, backend)}"
+        )
+    return {role: found[role] for role in roles}
+
+
+def check_plan(entry: PlanEntry, version: str, card: Card, path: Path, manifest: Manifest) -> None:
+    """Raise BackendError for a plan of another release, or of other cards: a library says little where it loads one."""
+    name = NAMES[entry.backend]
+    if entry.version != version:
+        raise BackendError(
+            f"{path / entry.file} was built by {name} {entry.version}, here is {version}: "
+            + _rebuild(path, manifest, entry.backend)
+        )
+    if card.compute_capability not in entry.compute_capabilities:
+        cards = ", ".join(entry.compute_capabilities)
+        raise BackendError(
+            f"{path / entry.file} was built for compute capability {cards}, here is {card}: "
+            + _rebuild(path, manifest, entry.backend, card.compute_capability)
+        )
+
+
+def _rebuild(path: Path, manifest: Manifest, backend: str, capability: str | None = None) -> str:
+    precision = manifest.network.get("precision", "fp32")
+    where = "on this machine " if backend == "tensorrt" else ""
+    option = f" --compute-capability {capability}" if capability and backend == "tensorrt-rtx" else ""
+    return (
+        f"{where}run `mdps export --ckpt {manifest.checkpoint.name} --out {path} --force --precision {precision} "
+        f"--backend {backend}{option}`, with the options of its export"
+    )
+
+
+@dataclass
+class Loader:
+    """Opens plans of one library on one card, for one stream."""
+
+    backend: str
+    library: Any
+    driver: Driver
+
+    def __post_init__(self) -> None:
+        self.scratch = Scratch(self.driver)
+
+    def open(self, file: Path) -> "TrtEngine":
+        """One plan; BackendError where the library does not take it."""
+        log = logger(self.library)
+        log.errors.clear()
+        runtime = self.library.Runtime(log)
+        engine = runtime.deserialize_cuda_engine(file.read_bytes())
+        name = f"{NAMES[self.backend]} {self.library.__version__}"
+        if engine is None:
+            raise BackendError(f"{name} does not load {file}: {log.reason()}: export it again on this machine")
+        kernels = Kernels(file, self.library, self.driver.card) if self.backend == "tensorrt-rtx" else None
+        return TrtEngine(file, self.library, engine, self.scratch, f"{name} on {self.driver.card.name}", kernels)
+
+
+class Scratch:
+    """What lies between layers, one piece of memory for all contexts: the largest any engine asks for."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._wanted = 0
+        self._address: int | None = None
+
+    def want(self, nbytes: int) -> None:
+        """Before the first `take`: graphs that were recorded know its address."""
+        if self._address is not None and nbytes > self._wanted:
+            raise BackendError("an engine was opened after others had been bound: open all of a bundle first")
+        self._wanted = max(self._wanted, nbytes)
+
+    def take(self) -> tuple[int, int]:
+        """Address and size."""
+        if self._address is None:
+            self._wanted = max(self._wanted, 256)
+            self._address = self._driver.allocate(self._wanted)
+        return self._address, self._wanted
+
+
+class TrtEngine:
+    """A `DeviceEngine`: one plan."""
+
+    captures = True
+
+    def __init__(
+        self, file: Path, library: Any, engine: Any, scratch: Scratch, provider: str, kernels: "Kernels | None"
+    ) -> None:
+        self._file, self._library, self._scratch, self._kernels = file, library, scratch, kernels
+        self._engine: Any = engine
+        self.provider = provider
+        self._contexts: list[Any] = []
+        if engine.num_optimization_profiles != 1:
+            raise BackendError(f"{file} has {engine.num_optimization_profiles} profiles, mdps builds one: export again")
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        taken = [name for name in names if engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
+        self.inputs: Sequence[Port] = [self._port(name) for name in taken]
+        self.outputs: Sequence[Port] = [self._port(name) for name in names if name not in taken]
+        self._ranges = {name: [tuple(shape) for shape in engine.get_tensor_profile_shape(name, 0)] for name in taken}
+        self.largest: Mapping[str, tuple[int, ...]] = {name: shapes[2] for name, shapes in self._ranges.items()}
+        scratch.want(int(engine.device_memory_size_v2))
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> "BoundContext":
+        """As `DeviceEngine.bind`."""
+        if self._engine is None:
+            raise BackendError(f"{self._file} was closed: load the bundle again")
+        context = self._context()
+        for port in self.inputs:
+            shape = buffers[port.name].shape
+            if not self._fits(port.name, shape) or not context.set_input_shape(port.name, shape):
+                low, _, high = self._ranges[port.name]
+                raise BackendError(
+                    f"{self._file} takes {port.name!r} from {list(low)} to {list(high)}, not {list(shape)}: export it "
+                    "again with that --max-batch"
+                )
+        for port in (*self.inputs, *self.outputs):
+            if not context.set_tensor_address(port.name, buffers[port.name].address):
+                raise BackendError(f"{self._file} takes no address for {port.name!r}: {self._reason()}")
+        if unknown := context.infer_shapes():
+            raise BackendError(f"{self._file} does not know the shapes of {', '.join(unknown)}: export it again")
+        for port in self.outputs:
+            if (given := tuple(context.get_tensor_shape(port.name))) != buffers[port.name].shape:
+                raise BackendError(
+                    f"{self._file} gives {port.name!r} as {list(given)}, expected {list(buffers[port.name].shape)}"
+                )
+        self._contexts.append(context)
+        return BoundContext(context, self._file, self._reason, self._kernels)
+
+    def close(self) -> None:
+        """As `DeviceEngine.close`: contexts go before their engine."""
+        self._contexts.clear()
+        self._engine = None
+
+    def _context(self) -> Any:
+        user_managed = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._kernels is None:
+            context = self._engine.create_execution_context(user_managed)
+        else:
+            config = self._engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(user_managed)
+            self._kernels.give(config)
+            context = self._engine.create_execution_context(config)
+        if context is None:
+            raise BackendError(f"{self._file} gives no execution context: {self._reason()}")
+        context.set_device_memory(*self._scratch.take())
+        return context
+
+    def _fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        low, _, high = self._ranges[name]
+        return len(low) == len(shape) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+
+    def _port(self, name: str) -> Port:
+        engine, library = self._engine, self._library
+        if engine.get_tensor_dtype(name) != library.DataType.FLOAT:
+            raise BackendError(f"{self._file} has {name!r} in another type than float32: export it again")
+        if engine.get_tensor_location(name) != library.TensorLocation.DEVICE:
+            raise BackendError(f"{self._file} wants {name!r} on the host: export it again")
+        lengths = tuple(None if length < 0 else int(length) for length in engine.get_tensor_shape(name))
+        return Port(name, np.dtype(np.float32), lengths)
+
+    def _reason(self) -> str:
+        return str(logger(self._library).reason())
+
+
+class BoundContext:
+    """A `BoundEngine`: an execution context whose shapes and addresses are set."""
+
+    def __init__(self, context: Any, file: Path, reason: Callable[[], str], kernels: "Kernels | None") -> None:
+        self._context, self._file, self._reason, self._kernels = context, file, reason, kernels
+
+    def enqueue(self, stream: Stream) -> None:
+        """As `BoundEngine.enqueue`."""
+        if not self._context.execute_async_v3(stream.handle):
+            raise BackendError(f"{self._file} was refused by its library: {self._reason()}")
+        if self._kernels is not None:  # its first run has compiled what it will need
+            self._kernels.keep()
+            self._kernels = None
+
+
+class Kernels:
+    """What TensorRT-RTX compiles on the card for a plan, kept in the user's cache folder so that it is done once."""
+
+    def __init__(self, file: Path, library: Any, card: Card) -> None:
+        self._library = library
+        self._cache: Any = None
+        place = f"{file.stem}-{library.__version__}-{card.compute_capability}.kernels"
+        try:
+            self._file: Path | None = cache_file().with_name(place)
+        except OSError:  # a user without a home
+            self._file = None
+        self._kept = b""
+
+    def give(self, config: Any) -> None:
+        """To a context's configuration, which also says that shapes are compiled for before they run, not while."""
+        config.dynamic_shapes_kernel_specialization_strategy = (
+            self._library.DynamicShapesKernelSpecializationStrategy.EAGER
+        )
+        config.cuda_graph_strategy = self._library.CudaGraphStrategy.DISABLED  # the whole loop is recorded instead
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            if self._file is not None and self._file.is_file():
+                self._kept = self._file.read_bytes()
+                self._cache.deserialize(self._kept)
+        config.set_runtime_cache(self._cache)
+
+    def keep(self) -> None:
+        """Write down what was compiled since; a BackendWarning where that is not possible."""
+        if self._cache is None or self._file is None:
+            return
+        data = bytes(self._cache.serialize())
+        if data == self._kept:
+            return
+        self._kept = data
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(self._file, data)
+        except OSError as error:
+            warnings.warn(
+                f"what was compiled for the card is not kept, and is compiled again at the next start: {error}",
+                BackendWarning,
+                stacklevel=2,
+            )
+
+
+def load_library(backend: str) -> ModuleType:
+    """The Python module of "tensorrt" or "tensorrt-rtx"; BackendError where it is missing or damaged."""
+    try:
+        library = importlib.import_module(MODULES[backend])
+    except (ImportError, OSError) as error:  # OSError: a library of it that does not load
+        remedy = (
+            "NVIDIA's index has the libraries that PyPI lacks" if backend == "tensorrt" else "Linux x86-64 or Windows"
+        )
+        raise BackendError(
+            f"{NAMES[backend]} cannot be imported ({first_line(str(error))}): pip install 'mdps[{backend}]' ({remedy})"
+        ) from error
+    if not hasattr(library, "Runtime"):
+        raise BackendError(
+            f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
+        )
+    return library
+
+
+@cache
+def logger(library: Any) -> Any:
+    """The one logger that a library takes in a process; keeps what went wrong instead of printing it."""
+
+    class Log(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (library.ILogger.INTERNAL_ERROR, library.ILogger.ERROR):
+                self.errors = [*self.errors[-9:], message]
+
+        def reason(self) -> str:
+            """The last of it."""
+            return first_line(self.errors[-1] if self.errors else "it gives no reason")
+
+    return Log()
+
+
+def first_line(text: str) -> str:
+    """The first line of a library's message, short enough for a sentence."""
+    return (text.strip().splitlines() or ["no reason given"])[0].rstrip(". ")[:300]
