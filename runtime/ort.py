@@ -1,8 +1,11 @@
 """Sessions of ONNX Runtime."""
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ PROVIDERS = {
     "tensorrt": "TensorrtExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
 }
-# The search for a convolution algorithm has cost fourfold when left to a default that changed; so it is said here.
-PROVIDER_OPTIONS: dict[str, dict[str, str]] = {"cuda": {"cudnn_conv_algo_search": "EXHAUSTIVE"}}
+ON_CARDS = ("cuda", "tensorrt")
+"""The providers that compute on an NVIDIA card."""
+# What an engine that computes on a card leaves to the CPU all the same: the lengths of axes, a few integers.
+_OF_SHAPES = {"Shape", "Size", "Gather", "Slice", "Squeeze", "Unsqueeze", "Concat", "Cast", "Constant"}
 _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -32,21 +37,70 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class OnCard:
+    """How a session uses a card. `ordinal` is CUDA's number of it.
+
+    `precision` is the graph's own: TensorRT may choose a half-precision kernel only where the graph is in it.
+    `stream` is a CUDA stream of the caller's to compute on. `graph` records a run and replays it, for which all inputs
+    and outputs have to stay where they are. `cache` is a folder for the engines TensorRT builds, for this graph with
+    these weights alone: their names say nothing of the weights.
+    """
+
+    ordinal: int = 0
+    precision: str = "fp32"
+    stream: int | None = None
+    graph: bool = False
+    cache: Path | None = None
+
+    def options(self, provider: str) -> dict[str, str]:
+        """The provider's options; everything that a release could choose otherwise is said."""
+        common = {"device_id": str(self.ordinal)}
+        if self.stream is not None:
+            common["user_compute_stream"] = str(self.stream)
+        if provider == "tensorrt":
+            return common | self._tensorrt()
+        return common | {
+            # The search for a convolution algorithm has cost fourfold when left to a default that changed.
+            "cudnn_conv_algo_search": "EXHAUSTIVE",
+            "use_tf32": "0",  # ten bits of mantissa are no float32, and parity was proved in float32
+            "arena_extend_strategy": "kSameAsRequested",  # the other one doubles, and takes what nobody uses
+            "do_copy_in_default_stream": "1",
+            "enable_cuda_graph": str(int(self.graph)),
+        }
+
+    def _tensorrt(self) -> dict[str, str]:
+        chosen = {"trt_fp16_enable": str(int(self.precision == "fp16")), "trt_cuda_graph_enable": str(int(self.graph))}
+        if self.precision == "bf16":
+            chosen["trt_bf16_enable"] = "1"
+        if self.cache is not None:
+            folder = str(self.cache)
+            chosen |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": folder}
+            chosen |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": folder}
+        return chosen
+
+
 class OrtSession:
     """One ONNX file on one provider ("cpu", "cuda", "tensorrt", "openvino"), never silently on another.
 
-    `threads` defaults to the processors this process may use. Raises UsageError for an unknown provider or thread
-    count, BackendError where the library is missing, the file is damaged, or the provider is not active.
+    `threads` defaults to the processors this process may use; `card` is for the providers on a card. Raises UsageError
+    for an unknown provider or thread count, BackendError where the library is missing, the file is damaged, or the
+    provider is not active for all that computes.
     """
 
-    def __init__(self, path: Path | str, provider: str = "cpu", threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path | str, provider: str = "cpu", threads: int | None = None, card: OnCard | None = None
+    ) -> None:
         if provider not in PROVIDERS:
             raise UsageError(f"there is no provider {provider!r}: choose one of {', '.join(PROVIDERS)}")
         if threads is not None and threads < 1:
             raise UsageError(f"threads should be at least 1, not {threads}")
         self._path = Path(path)
         self.threads = threads or available_cpus()
-        self.provider_options = PROVIDER_OPTIONS.get(provider, {})
+        self.card = (card or OnCard()) if provider in ON_CARDS else None
+        self.provider_options = self.card.options(provider) if self.card else {}
+        if provider == "tensorrt":
+            _prepare_tensorrt(self._path, self.card or OnCard())
         self._session: Any = _open(self._path, provider, self.threads, self.provider_options)
         self._ports = [_port(node, self._path) for node in self._session.get_inputs()]
         self.inputs = tuple(port.name for port in self._ports)
@@ -84,14 +138,22 @@ class OrtSession:
 
 
 class _Binding:
-    """Runs of a session through one IOBinding; an input is bound when it is given, not at every run."""
+    """Runs of a session through one IOBinding; an input is bound when it is given, not at every run.
+
+    On a card, what is given once goes there once; what is given for a run goes there at that run.
+    """
 
     def __init__(self, session: OrtSession, feeds: Mapping[str, NDArray[Any]]) -> None:
         self._owner, self._name = session, str(session._path)
         self._open_ports = [port for port in session._ports if port.name not in feeds]
         check_feeds([port for port in session._ports if port.name in feeds], feeds, self._name)
         self._binding = session._open_session().io_binding()
-        self._bind(feeds)
+        self._on_card: list[Any] = []
+        if session.card is None:
+            self._bind(feeds)
+        else:
+            with session._failing():
+                self._upload(feeds, session.card.ordinal)
 
     def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
         """As `BoundRun.run`."""
@@ -104,6 +166,13 @@ class _Binding:
             for name, array in into.items():
                 self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
             session.run_with_iobinding(self._binding)
+
+    def _upload(self, feeds: Mapping[str, NDArray[Any]], ordinal: int) -> None:
+        make = _library().OrtValue.ortvalue_from_numpy
+        for name, array in feeds.items():
+            value = make(np.asarray(array, order="C"), "cuda", ordinal)
+            self._on_card.append(value)  # the binding holds its address only
+            self._binding.bind_ortvalue_input(name, value)
 
     def _bind(self, feeds: Mapping[str, NDArray[Any]]) -> None:
         for name, array in feeds.items():
@@ -138,7 +207,7 @@ def _open(path: Path, provider: str, threads: int, provider_options: dict[str, s
         )
     try:
         session = library.InferenceSession(
-            str(path), _options(library, threads), providers=[wanted], provider_options=[provider_options]
+            str(path), _options(library, threads, wanted), providers=[wanted], provider_options=[provider_options]
         )
     except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         raise BackendError(f"{path} cannot be loaded on {wanted}: {_reason(error)}") from error
@@ -149,17 +218,66 @@ def _open(path: Path, provider: str, threads: int, provider_options: dict[str, s
             f"{wanted} was asked for but {path} would run on {', '.join(active)}: the provider's libraries do not load "
             'here (CUDA needs the driver, CUDA and cuDNN that onnxruntime-gpu names): repair them, or ask for "cpu"'
         )
+    _refuse_strays(library, session, wanted, path)
     session.disable_fallback()
     return session
 
 
-def _options(library: Any, threads: int) -> Any:
+def _refuse_strays(library: Any, session: Any, wanted: str, path: Path) -> None:
+    """BackendError where the library gave to the CPU what `wanted` was asked to compute; lengths of axes may stay."""
+    if wanted == PROVIDERS["cpu"] or not _tells_who_computes(library):
+        return
+    strays = [
+        node.op_type
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name != wanted
+        for node in part.get_nodes()
+        if node.op_type not in _OF_SHAPES
+    ]
+    if strays:
+        raise BackendError(
+            f"{wanted} was asked for but would leave {len(strays)} nodes of {path} to the CPU "
+            f"({', '.join(_first_of_each(strays))}), where each run would wait for them: use a release of "
+            'onnxruntime-gpu that has these, or ask for "cpu"'
+        )
+
+
+def _first_of_each(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))[:5]
+
+
+def _tells_who_computes(library: Any) -> bool:
+    return hasattr(library.InferenceSession, "get_provider_graph_assignment_info")
+
+
+def _prepare_tensorrt(path: Path, card: OnCard) -> None:
+    from mdps.runtime.choice import BackendWarning
+
+    if card.cache is not None:
+        try:
+            card.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BackendError(f"TensorRT's engines cannot be kept in {card.cache}: {error}") from error
+    if card.precision == "fp32" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        warnings.warn(
+            f"TensorRT computes {path.name} with TF32, which ONNX Runtime has no option against: set the environment "
+            "variable NVIDIA_TF32_OVERRIDE=0 before this program starts to have float32",
+            BackendWarning,
+            stacklevel=4,
+        )
+
+
+def _options(library: Any, threads: int, wanted: str) -> Any:
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3  # errors; warnings about constant folding help no operator
     # Threads may spin within a run, where the next node follows at once, but not between runs of several sessions.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if wanted != PROVIDERS["cpu"]:
+        # The library gives what a provider lacks to the CPU without a word: ask who computes what, or forbid it.
+        tells = "record_ep_graph_assignment_info" if _tells_who_computes(library) else "disable_cpu_ep_fallback"
+        options.add_session_config_entry(f"session.{tells}", "1")
     return options
 
 

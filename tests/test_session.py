@@ -147,10 +147,13 @@ def test_a_provider_that_is_listed_but_not_active_is_an_error(graph, monkeypatch
 
     def fall_back(path, options, providers, provider_options):
         assert providers == ["CUDAExecutionProvider"]
-        assert provider_options == [{"cudnn_conv_algo_search": "EXHAUSTIVE"}]
+        assert provider_options[0]["cudnn_conv_algo_search"] == "EXHAUSTIVE"
         return real(path, options)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", fall_back)
+    with pytest.raises(BackendError, match=r"cannot be loaded on CUDAExecutionProvider.*fallback to CPU EP has been"):
+        open_session(graph, "cuda")
+    fall_back.get_provider_graph_assignment_info = real.get_provider_graph_assignment_info  # as newer libraries have
     with pytest.raises(BackendError, match=r"CUDAExecutionProvider was asked for but .* CPUExecutionProvider"):
         open_session(graph, "cuda")
 

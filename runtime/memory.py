@@ -1,0 +1,165 @@
+"""How much of a card's memory a bundle takes: estimated from its manifest, or measured when it was loaded before.
+
+The estimate has three parts. Weights: the bytes of the files, once for each graph that is opened, for an engine keeps a
+copy a graph. Activations: what lives at once in a step, from the widths and sizes of the network's levels; against
+the real step graphs, node by node, it is between 1 and 2.2 times of what they need. Libraries: CUDA's context, the
+handles and workspaces of cuDNN and cuBLAS, a round number that no estimate gives. A measurement replaces all three.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mdps.runtime.atomic import write_text
+from mdps.runtime.cards import Card
+from mdps.runtime.choice import cache_file
+from mdps.runtime.errors import BackendError
+from mdps.runtime.manifest import Manifest
+
+FILE_NAME = "card_memory.json"
+KEPT = 200
+LIBRARIES = 600 * 10**6
+_GUIDED_MAPS, _PLAIN_MAPS = 13, 8  # maps of a level's width and size that live at once: a block, and a level
+_HALF = 0.75  # of the activations in half precision: norms and what lies beside a cast stay float32
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes. `activations` are those of `samples` posterior samples at once."""
+
+    weights: int
+    activations: int
+    libraries: int = LIBRARIES
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.activations + self.libraries
+
+
+def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapping[str, str] | None = None) -> Need:
+    """What the graphs `roles` take for `samples` at once; `files` names the file of a role where it is not its graph's.
+
+    Such a file, an engine plan, holds its weights itself.
+    """
+    given, roles = files or {}, tuple(roles)
+    weights = sum(_weights(manifest, role, given.get(role)) for role in roles)
+    shares = [_step(manifest, role) for role in roles if role.endswith("_step")]
+    if len(shares) < len(roles):  # features and score take less than one image with a hundred channels would
+        height, width = manifest.preprocessing.network_size
+        shares.append(100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2))
+    return Need(weights, samples * sum(shares))
+
+
+def _weights(manifest: Manifest, role: str, file: str | None) -> int:
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    if file is not None:
+        return sizes.get(file, 0)
+    graph = manifest.graphs.get(role)
+    own = sizes.get(graph.file, 0) if graph else 0
+    if graph is not None and graph.session == "traced":
+        return own
+    shared = "denoiser.weights" if role.endswith("_step") else "features.weights"
+    return own + sizes.get(shared, 0)
+
+
+def _step(manifest: Manifest, role: str) -> int:
+    """Bytes of one sample that live at once in a step."""
+    network: Mapping[str, Any] = {
+        "model_channels": 64,
+        "channel_mult": [1, 2, 4],
+        "num_res_blocks": 2,
+    } | manifest.network
+    height, width = manifest.preprocessing.network_size
+    blocks: int = 2 * network["num_res_blocks"] + 1  # of a level, down and up
+    pixels = [height * width / 4**level for level in range(len(network["channel_mult"]))]
+    maps = sum(
+        mult * network["model_channels"] * count for mult, count in zip(network["channel_mult"], pixels, strict=True)
+    )
+    heads = network.get("num_heads") or 1
+    attention = [heads * (height * width / factor**2) ** 2 for factor in network.get("attention_factors", ())]
+    floats: float
+    if role == "guided_step":  # what the gradient goes back through is kept
+        floats = _GUIDED_MAPS * blocks * maps + 2 * blocks * sum(attention)
+    else:
+        floats = _PLAIN_MAPS * maps + 2 * max(attention, default=0)
+    return round(_FLOAT * floats * (_HALF if network.get("precision", "fp32") != "fp32" else 1))
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a measurement depends on."""
+
+    bundle: str
+    card: str
+    engine: str
+    samples: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, card: Card, engine: str, samples: int) -> "Situation":
+        """This bundle on this kind of card, with `engine`: its name, release and options."""
+        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+        return cls(hashlib.sha256(json.dumps(files).encode()).hexdigest(), card.name, engine, samples)
+
+    @property
+    def key(self) -> str:
+        """One word that differs where anything differs."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def check_room(card: Card, need: Need, situation: Situation, bundle: str, others: Iterable[Card] = ()) -> None:
+    """BackendError where the card has less free memory than was measured, or else is estimated, to be needed.
+
+    Nothing where the card does not say how much it has free. `others` are cards that could be taken instead.
+    """
+    if card.free is None:
+        return
+    measured = _read().get(situation.key)
+    wanted = need.total if measured is None else measured
+    if wanted <= card.free:
+        return
+    how = (
+        f"estimated: weights {_gb(need.weights)}, activations {_gb(need.activations)}, libraries {_gb(need.libraries)}"
+        if measured is None
+        else f"measured on this kind of card, see {_file()}"
+    )
+    roomy = [other for other in others if other.index != card.index and (other.free or 0) >= wanted]
+    instead = f"choose {roomy[0]}, which has {_gb(roomy[0].free or 0)}, " if roomy else ""
+    raise BackendError(
+        f"{bundle} needs {_gb(wanted)} GB ({how}), card {card.index} ({card.name}) has {_gb(card.free)} free of "
+        f"{_gb(card.total or 0)}: {instead}close what else is on it (`nvidia-smi` lists that), or load with fewer "
+        "samples or images at once"
+    )
+
+
+def remember(situation: Situation, taken: int) -> None:
+    """Write down what a loaded and warmed up bundle took; nothing where that is not possible or no sensible number."""
+    if taken <= 0:
+        return
+    entries = _read()
+    entries.pop(situation.key, None)
+    entries[situation.key] = taken
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        write_text(_file(), json.dumps(dict(list(entries.items())[-KEPT:]), indent=1) + "\n")
+    except OSError:
+        return
+
+
+def _read() -> dict[str, int]:
+    try:
+        entries = json.loads(_file().read_bytes())
+        return {key: value for key, value in entries.items() if type(value) is int and value > 0}
+    except (OSError, ValueError, AttributeError, RecursionError):  # it is measured again
+        return {}
+
+
+def _file() -> Any:
+    return cache_file().with_name(FILE_NAME)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f}"
