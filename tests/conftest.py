@@ -23,6 +23,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
+def fake_card() -> Any:
+    """The module tests/fake_card.py: a driver and engines without a card."""
+    import importlib.util
+    import sys
+
+    spec = importlib.util.spec_from_file_location("fake_card", Path(__file__).with_name("fake_card.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with golden numbers and real data: `MDPS_SHARED`, or `shared` beside the checkout."""
     folder = Path(os.environ.get("MDPS_SHARED", ROOT.parent / "shared"))
