@@ -18,6 +18,7 @@ from mdps.runtime.settings import Settings
 FILE_NAME = "manifest.json"
 SCHEMA_VERSION = 3
 MAX_BYTES = 16 * 2**20
+_MAX_DEPTH = 50
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -136,7 +137,10 @@ class Manifest(Record):
         manifest = cls.from_json(migrate(_read_json(folder, where), where), str(where))
         if verify:
             for name, entry in manifest.files.items():
-                _verify(folder / name, entry)
+                try:
+                    _verify(folder / name, entry)
+                except OSError as error:  # a name that is too long, a drive that has gone, no permission
+                    raise BundleError(f"{folder / name} cannot be read: {error.strerror}") from error
         return manifest
 
     def write(self, folder: Path | str) -> None:
@@ -183,15 +187,16 @@ def _is_plain_name(name: str) -> bool:
 def _read_json(folder: Path, where: Path) -> dict[str, Any]:
     if is_temporary(folder):
         raise BundleError(f"{folder} is a leftover of an export that was cut off: remove it and export again")
-    if not where.is_file():
-        hint = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
-        raise BundleError(f"{folder} is no bundle, {hint}: give the folder that mdps-export wrote")
     try:
+        if not where.is_file():
+            hint = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
+            raise BundleError(f"{folder} is no bundle, {hint}: give the folder that mdps-export wrote")
         with where.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise BundleError(f"{where} is larger than {MAX_BYTES} bytes and is refused")
-        obj = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        obj = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_doubles)
+        _check_writable(obj)
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{where} cannot be read ({error}): export the bundle again or restore it") from error
     if not isinstance(obj, dict):
@@ -201,6 +206,29 @@ def _read_json(folder: Path, where: Path) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number JSON has")
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    obj = dict(pairs)
+    if len(obj) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return obj
+
+
+def _check_writable(value: Any, depth: int = 0) -> None:
+    """ValueError for what could be read and not be written again: half a character, values nested too deeply."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"its values are nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, str):
+        value.encode("utf-8")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_writable(key)
+            _check_writable(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_writable(item, depth + 1)
 
 
 def _verify(path: Path, entry: FileEntry) -> None:

@@ -91,7 +91,11 @@ def check_single(image: "Image.Image", name: str) -> None:
 
     Not for the previews and second lenses in a camera's JPEG (MPO): its first picture is the photograph.
     """
-    if image.format != "MPO" and getattr(image, "is_animated", False):
+    try:
+        several = image.format != "MPO" and getattr(image, "is_animated", False)
+    except Exception as error:  # it looks for a second picture, and may find damage
+        raise ImageError(f"{name} cannot be decoded, it may be truncated or damaged: {_reason(error)}") from error
+    if several:
         raise ImageError(f"{name} holds several pictures, of which only the first would be judged: save each by itself")
 
 

@@ -104,9 +104,13 @@ def _decode_scalar(hint: Any, value: Any, where: str) -> Any:
         raise BundleError(f"{where} should be {_NAMES[hint]}, found {_show(value)}")
     if hint is not float:
         return value
-    if not math.isfinite(value):
-        raise BundleError(f"{where} should be a finite number, found {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond 1e308
+        number = math.inf
+    if not math.isfinite(number):
+        raise BundleError(f"{where} should be a finite number, found {_show(value)}")
+    return number
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -121,5 +125,8 @@ _DECODERS: dict[Any, Callable[[Any, Any, str], Any]] = {
 
 
 def _show(value: object) -> str:
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        return "values nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."

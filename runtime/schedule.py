@@ -30,16 +30,19 @@ class NoiseSchedule:
     @classmethod
     def linear(cls, steps: int = 1000, start: float = 1e-4, end: float = 0.02) -> Self:
         """Betas on a line (DDPM; what the authors trained with)."""
+        _check(steps, start, end)
         return cls(tuple(np.linspace(start, end, steps, dtype=np.float64).tolist()))
 
     @classmethod
     def scaled_linear(cls, steps: int = 1000, start: float = 0.00085, end: float = 0.012) -> Self:
         """Square roots of the betas on a line (latent diffusion)."""
+        _check(steps, start, end)
         return cls(tuple((np.linspace(start**0.5, end**0.5, steps, dtype=np.float64) ** 2).tolist()))
 
     @classmethod
     def cosine(cls, steps: int = 1000) -> Self:
         """Cumulative product on a squared cosine, betas at most 0.999 (Nichol and Dhariwal 2021, equation 17)."""
+        _check(steps)
         level = [math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(steps + 1)]
         return cls(tuple(min(1 - level[t + 1] / level[t], 0.999) for t in range(steps)))
 
@@ -57,7 +60,8 @@ class NoiseSchedule:
         for kind in ("linear", "scaled_linear"):
             # Squaring a root moves the last digit, so the twelve-digit ends are tried as well.
             for start, end in (ends, tuple(float(f"{value:.12g}") for value in ends)):
-                candidates.append({"kind": kind, "beta_start": start, "beta_end": end, "steps": len(self)})
+                if max(start, end) < 1:  # an end just below may have been rounded up
+                    candidates.append({"kind": kind, "beta_start": start, "beta_end": end, "steps": len(self)})
         for candidate in candidates:
             if _build(candidate).betas == self.betas:
                 return candidate
@@ -78,6 +82,13 @@ class NoiseSchedule:
             raise BundleError(f"{where}: {error}") from None
 
 
+def _check(steps: int, *ends: float) -> None:
+    """Before a schedule is built: so many steps would fill the memory, and a negative end has no root."""
+    require(steps >= 1, "a noise schedule needs at least one beta")
+    require(steps <= 1_000_000, "a noise schedule of more than a million steps is not sensible")
+    require(all(0 < end < 1 for end in ends), "every beta of a noise schedule must lie between 0 and 1")
+
+
 _ENDS: dict[str, Any] = {"beta_start": float, "beta_end": float, "steps": int}
 _KEYS: dict[str, dict[str, Any]] = {
     "linear": _ENDS,
@@ -94,7 +105,6 @@ _BUILDERS: dict[str, Callable[[dict[str, Any]], NoiseSchedule]] = {
 
 
 def _build(obj: dict[str, Any]) -> NoiseSchedule:
-    require(obj.get("steps", 1) <= 1_000_000, "a noise schedule of more than a million steps is not sensible")
     return _BUILDERS[obj["kind"]](obj)
 
 

@@ -116,7 +116,8 @@ class ScoreSettings(Record):
         require(bool(self.stages) or self.pixel != "scaled", 'the "scaled" pixel term needs feature stages: use "l1"')
         require(self.feature_size is None or self.feature_size >= 1, "feature_size should be at least 1")
         require(self.smoothing_sigma >= 0, f"smoothing_sigma {self.smoothing_sigma} should not be negative")
-        require(self.smoothing_kernel % 2 == 1, f"smoothing_kernel {self.smoothing_kernel} should be odd")
+        odd = self.smoothing_kernel >= 1 and self.smoothing_kernel % 2 == 1
+        require(odd, f"smoothing_kernel {self.smoothing_kernel} should be odd and at least 1")
         require(self.map_scale > 0, f"map_scale {self.map_scale} should be positive")
         require(self.top >= 1, f"top {self.top} should be at least 1")
 

@@ -5,10 +5,11 @@ here are refused by name.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.statements import Statement, parse_prediction
 from mdps.runtime.errors import UsageError
 from mdps.runtime.schedule import NoiseSchedule
@@ -60,6 +61,37 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "down_block_types": (),
     "up_block_types": (),
 }
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+
+
+def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(kind(item) for item in value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "sample_size": lambda value: value is None or _is_count(value) or _is_list(value, _is_count),
+    "block_out_channels": lambda value: _is_list(value, _is_count),
+    "down_block_types": lambda value: _is_list(value, _is_text),
+    "up_block_types": lambda value: _is_list(value, _is_text),
+    "layers_per_block": _is_count,
+    "norm_num_groups": _is_count,
+    "attention_head_dim": lambda value: value is None or _is_count(value),
+    "norm_eps": _is_number,
+    "freq_shift": _is_number,
+    "dropout": _is_number,
+    "flip_sin_to_cos": lambda value: isinstance(value, bool),
+}
 _DOWN = {"DownBlock2D": (False, False), "AttnDownBlock2D": (True, None), "ResnetDownsampleBlock2D": (False, True)}
 _UP = {"UpBlock2D": (False, False), "AttnUpBlock2D": (True, None), "ResnetUpsampleBlock2D": (False, True)}
 
@@ -84,16 +116,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json with the constructor's defaults; CheckpointError for variants this project does not have."""
     stated = _json(folder / "config.json")
     if stated.get("_class_name", "UNet2DModel") != "UNet2DModel":
-        raise CheckpointError(f"is a diffusers {stated['_class_name']}; only UNet2DModel is supported")
+        raise CheckpointError(f"is a diffusers {shown(stated['_class_name'])}; only UNet2DModel is supported")
     config = _DEFAULTS | stated
     unknown = {key for key in stated if not key.startswith("_")} - set(_DEFAULTS)
     for name in sorted(unknown):
-        raise CheckpointError(f"has {name} in its config.json, which no supported UNet2DModel has")
+        raise CheckpointError(f"has {shown(name)} in its config.json, which no supported UNet2DModel has")
     for name, allowed in _ONLY.items():
         if allowed and config[name] not in allowed:
-            raise CheckpointError(f"has {name} = {config[name]!r} in its config.json, which is not supported")
+            raise CheckpointError(f"has {name} = {shown(config[name])} in its config.json, which is not supported")
+    for name, is_right in _TYPES.items():
+        if not is_right(config[name]):
+            raise CheckpointError(f"has {name} = {shown(config[name])} in its config.json, which is no value for it")
     if config["time_embedding_dim"] not in (None, 4 * config["block_out_channels"][0]):
-        raise CheckpointError(f"has time_embedding_dim = {config['time_embedding_dim']}, which is not supported")
+        raise CheckpointError(f"has time_embedding_dim = {shown(config['time_embedding_dim'])}, which is not supported")
     if config["attn_norm_num_groups"] not in (None, config["norm_num_groups"]):
         raise CheckpointError("has an attn_norm_num_groups that differs from norm_num_groups, which is not supported")
     if config["resnet_time_scale_shift"] == "scale_shift" and config["attn_norm_num_groups"] is None:
@@ -137,7 +172,7 @@ def _levels(config: dict[str, Any]) -> tuple[list[bool], bool]:
     down, up = config["down_block_types"], config["up_block_types"]
     for name in [*down, *up]:
         if name not in _DOWN | _UP:
-            raise CheckpointError(f"has blocks of type {name}, which is not supported")
+            raise CheckpointError(f"has blocks of type {shown(name)}, which is not supported")
     if not len(down) == len(up) == len(config["block_out_channels"]):
         raise CheckpointError("has a config.json whose lists of blocks and channels differ in length: it is damaged")
     attention = [_DOWN[name][0] for name in down]
@@ -153,7 +188,7 @@ def _levels(config: dict[str, Any]) -> tuple[list[bool], bool]:
 
 def _resnet(fixed: bool | None, chosen: str) -> bool:
     if fixed is None and chosen not in ("conv", "resnet"):
-        raise CheckpointError(f"changes resolution by {chosen!r}, which is not supported")
+        raise CheckpointError(f"changes resolution by {shown(chosen)}, which is not supported")
     return chosen == "resnet" if fixed is None else fixed
 
 
@@ -180,15 +215,15 @@ def _betas(config: dict[str, Any]) -> NoiseSchedule:
             return NoiseSchedule.scaled_linear(*ends)
         if kind == "squaredcos_cap_v2":
             return NoiseSchedule.cosine(steps)
-    except (UsageError, TypeError, ValueError) as error:
+    except (UsageError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"has a scheduler_config.json with wrong betas ({error}): mend it") from None
-    raise CheckpointError(f"has a scheduler with beta_schedule = {kind!r}, which is not supported")
+    raise CheckpointError(f"has a scheduler with beta_schedule = {shown(kind)}, which is not supported")
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         obj = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"has a {path.name} that cannot be read as JSON ({error})") from None
     if not isinstance(obj, dict):
         raise CheckpointError(f"has a {path.name} that is no JSON object")

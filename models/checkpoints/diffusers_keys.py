@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.layouts import Tensors, swap_embedding_halves
 
 _RESNET = {
@@ -32,7 +32,9 @@ def convert(tensors: Tensors, layers: int, flip_sin_to_cos: bool) -> Tensors:
 
     `layers` is `layers_per_block`. A key without a counterpart keeps its name, and is refused later by that name.
     """
-    attends = {int(found.group(1)) for key in tensors if (found := re.match(r"up_blocks\.(\d+)\.attentions\.", key))}
+    attends = {
+        int(found.group(1)) for key in tensors if (found := re.match(r"up_blocks\.([0-9]{1,4})\.attentions\.", key))
+    }
     converted: Tensors = {}
     for key, tensor in _join_projections(tensors).items():
         module, _, kind = key.rpartition(".")
@@ -51,7 +53,12 @@ def _join_projections(tensors: Tensors) -> Tensors:
                 parts = [key.replace(marked[0], mark) for mark in marked]
                 if missing := [part for part in parts if part not in tensors]:
                     raise CheckpointError(f"lacks the tensor {missing[0]}: it is cut off, or of another architecture")
-                joined[key.replace(marked[0], ".qkv.")] = torch.cat([tensors[part] for part in parts])
+                try:
+                    joined[key.replace(marked[0], ".qkv.")] = torch.cat([tensors[part] for part in parts])
+                except RuntimeError:
+                    raise CheckpointError(
+                        f"has {shown(key)} and its siblings of unlike shapes: it is damaged"
+                    ) from None
                 break
             if any(mark in key for mark in marked):
                 break
@@ -63,7 +70,7 @@ def _join_projections(tensors: Tensors) -> Tensors:
 def _ours(module: str, layers: int, attends: set[int]) -> str:
     """Where a module of the three kinds of blocks stands in ours; its own name if it is no such module."""
     found = re.fullmatch(
-        r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(resnets|attentions|\w+samplers)\.(\d+)\.(.+)", module
+        r"(?:(down|up)_blocks\.([0-9]{1,4})|mid_block)\.(resnets|attentions|\w+samplers)\.([0-9]{1,4})\.(.+)", module
     )
     if found is None:
         return module

@@ -1,5 +1,6 @@
 """What can be wrong with a file of weights."""
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,14 @@ from mdps.runtime.errors import UsageError
 
 class CheckpointError(UsageError):
     """A checkpoint that cannot be read, is of an unknown kind, or leaves something open."""
+
+
+def shown(value: object) -> str:
+    """What a file says, in a sentence: on one line and short, however large, deep or odd it is."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except (ValueError, RuntimeError):  # numbers of more than 4,300 digits; values that refer to themselves
+        return f"some {type(value).__name__}"
 
 
 @contextmanager

@@ -8,13 +8,15 @@ import hashlib
 import pickle
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 
 
 def _plain_dictionary(*_: Any) -> "collections.OrderedDict[Any, Any]":
@@ -46,6 +48,26 @@ def read_file(path: Path) -> tuple[Any, dict[str, str]]:
     raise CheckpointError(
         f"is not a checkpoint of a known kind (it starts with {head[:8]!r}): give a torch or safetensors file"
     )
+
+
+def check_plain(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """CheckpointError for what no file of weights holds, before anything is computed from it.
+
+    That is other kinds of tensors (sparse, quantised, without storage, of whole numbers), and tensors that name more
+    values than the file has, which would fill the memory.
+    """
+    for key, value in tensors.items():
+        plain = value.layout is torch.strided and value.device.type == "cpu" and value.is_floating_point()
+        if value.is_nested or not plain:
+            raise CheckpointError(f"has {shown(key)} as {_kind(value)} and not as plain numbers: save it as float32")
+    named, size = sum(value.numel() * value.element_size() for value in tensors.values()), path.stat().st_size
+    if named > 2 * size:  # twice: two entries may share their values
+        raise CheckpointError(f"names {named} bytes of weights and has {size} itself: it is damaged")
+
+
+def _kind(value: Tensor) -> str:
+    layout, dtype = (str(part).removeprefix("torch.") for part in (value.layout, value.dtype))
+    return f"{dtype} ({layout}, {value.device.type})"
 
 
 def _head(path: Path) -> bytes:

@@ -50,13 +50,19 @@ WRAPPERS = (
 )
 
 
+_MAX_DEPTH = 4  # of wrappers in wrappers; a dictionary in a pickle may even hold itself
+
+
 def find_network(loaded: Any) -> Found:
     """The denoiser in what a checkpoint file held; CheckpointError if there is none, or more than one."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"holds a {type(loaded).__name__}, not named tensors: give a state dict")
     wrapper: str | None = None
     state, arguments = loaded, _mapping(None)
-    while (inner := _wrapped(state)) is not None:
+    for _ in range(_MAX_DEPTH):
+        inner = _wrapped(state)
+        if inner is None:
+            break
         wrapper = wrapper or inner
         arguments = arguments or _mapping(state.get("args"))
         state = state[inner]
@@ -74,12 +80,13 @@ def swap_embedding_halves(tensors: Tensors) -> Tensors:
     return tensors | {"time_embed.0.weight": torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)}
 
 
-def _wrapped(state: Mapping[Any, Any]) -> str | None:
-    """The entry of `state` that is a dictionary of tensors itself."""
+def _wrapped(state: Mapping[Any, Any], depth: int = 1) -> str | None:
+    """The entry of `state` that is a dictionary of tensors itself, or holds one not far below."""
     for name in WRAPPERS:
         inner = state.get(name)
         if isinstance(inner, Mapping) and (
-            any(isinstance(value, Tensor) for value in inner.values()) or _wrapped(inner) is not None
+            any(isinstance(value, Tensor) for value in inner.values())
+            or (depth < _MAX_DEPTH and _wrapped(inner, depth + 1) is not None)
         ):
             return name
     return None

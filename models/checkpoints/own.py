@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.statements import Prediction, Statement, parse_description, parse_prediction
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import atomic
@@ -45,12 +45,15 @@ def read_description(metadata: dict[str, str]) -> tuple[Statement, dict[str, Any
     try:
         obj = json.loads(metadata[METADATA_KEY])
         version = obj["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"has a damaged mdps header ({error}): save it again") from None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"is of format version {version}, this mdps reads {FORMAT_VERSION}: update mdps")
+        raise CheckpointError(f"is of format version {shown(version)}, this mdps reads {FORMAT_VERSION}: update mdps")
     try:
         UNetConfig.from_json(obj["network"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"has a damaged mdps header ({error}): save it again") from None
-    return parse_description(obj, "file"), obj.get("extra") or {}
+    extra = obj.get("extra") or {}
+    if not isinstance(extra, dict):
+        raise CheckpointError("has a damaged mdps header (its extra notes are no object): save it again")
+    return parse_description(obj, "file"), extra

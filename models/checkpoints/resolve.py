@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.statements import Prediction, Statement
 from mdps.runtime.schedule import NoiseSchedule
 
@@ -61,12 +61,12 @@ def _take(result: Resolved, statement: Statement) -> dict[str, Any]:
 
 
 def _check_against_tensors(statement: Statement, inferred: dict[str, Any]) -> None:
-    shown = _comparable(inferred, inferred)
+    seen = _comparable(inferred, inferred)
     for name, value in _comparable(statement.network, inferred).items():
-        if name in shown and value != shown[name]:
+        if name in seen and value != seen[name]:
             raise CheckpointError(
-                f"contradicts its {statement.origin}, which says {name} = {value}, while the tensors show "
-                f"{shown[name]}: give the description that belongs to it"
+                f"contradicts its {statement.origin}, which says {name} = {shown(value)}, while the tensors show "
+                f"{seen[name]}: give the description that belongs to it"
             )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mdps.models.checkpoints import diffusers, diffusers_keys, own
-from mdps.models.checkpoints.errors import CheckpointError
-from mdps.models.checkpoints.files import read_file
+from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints.files import check_plain, read_file
 from mdps.models.checkpoints.layouts import AUTHORS, Found, Tensors, find_network
 from mdps.models.checkpoints.statements import Statement, network_fields, read_sidecar
 from mdps.runtime.errors import UsageError
@@ -44,9 +44,11 @@ def open_source(path: Path) -> Source:
         return _diffusers(folder, diffusers.weights_file(folder))
     loaded, metadata = read_file(path)
     if own.METADATA_KEY in metadata:  # its header says everything, so a JSON beside it is not about that
+        check_plain(loaded, path)
         statement, extra = own.read_description(metadata)
         return Source("mdps", path, loaded, [statement], Statement("defaults"), extra=extra)
     found = find_network(loaded)
+    check_plain(found.tensors, path)
     if found.layout.convert is None:
         if not (path.parent / "config.json").is_file():
             raise CheckpointError(
@@ -64,6 +66,7 @@ def open_source(path: Path) -> Source:
 def _diffusers(folder: Path, weights: Path) -> Source:
     config = diffusers.read_config(folder)
     found = find_network(read_file(weights)[0])
+    check_plain(found.tensors, weights)
     if found.layout.name != "diffusers":
         raise CheckpointError(f"has a config.json of diffusers beside weights of the layout {found.layout.name}")
     tensors = diffusers_keys.convert(found.tensors, config["layers_per_block"], config["flip_sin_to_cos"])
@@ -85,11 +88,16 @@ def _from_arguments(arguments: Mapping[str, Any]) -> Statement:
     """What AnoDDPM and DiffusionAD keep beside the weights; the structure itself is read from the tensors."""
     names = ("img_size", "num_heads", "num_head_channels", "n_heads", "n_head_channels")
     said = {name: arguments[name] for name in names if name in arguments}
+    if not all(value is None or isinstance(value, int | float | str | list | tuple) for value in said.values()):
+        raise CheckpointError("has a dictionary of arguments that holds more than numbers and texts: it is damaged")
     return Statement("file", network_fields(said, "dictionary of arguments"), _schedule(arguments))
 
 
 def _schedule(arguments: Mapping[str, Any]) -> NoiseSchedule | None:
-    kind, steps = arguments.get("beta_schedule"), arguments.get("T") or 1000
+    kind, told = arguments.get("beta_schedule"), arguments.get("T")
+    if not isinstance(kind, str | None) or not (isinstance(told, int | None) or told == ""):
+        raise CheckpointError("was trained with arguments that give no noise schedule: it is damaged")
+    steps = told or 1000
     if kind in (None, ""):
         return None
     try:
@@ -97,6 +105,8 @@ def _schedule(arguments: Mapping[str, Any]) -> NoiseSchedule | None:
             return NoiseSchedule.linear(steps, 0.1 / steps, 20 / steps)
         if kind == "cosine":
             return NoiseSchedule.cosine(steps)
-    except (UsageError, TypeError, ValueError) as error:
+    except (UsageError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"was trained with arguments that give no noise schedule ({error})") from None
-    raise CheckpointError(f"was trained with beta_schedule = {kind!r}, which is not supported: use linear or cosine")
+    raise CheckpointError(
+        f"was trained with beta_schedule = {shown(kind)}, which is not supported: use linear or cosine"
+    )

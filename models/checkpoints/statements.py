@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.schedule import NoiseSchedule
 
@@ -59,7 +59,7 @@ def read_sidecar(path: Path) -> Statement | None:
         if sidecar.is_file():
             try:
                 return parse_description(json.loads(sidecar.read_text(encoding="utf-8-sig")), f"sidecar {sidecar.name}")
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RecursionError) as error:
                 raise CheckpointError(f"has a sidecar {sidecar.name} that is no JSON ({error}): mend it") from None
     return None
 
@@ -75,12 +75,15 @@ def parse_description(obj: Any, origin: str) -> Statement:
         schedule = NoiseSchedule.from_json(obj["schedule"]) if "schedule" in obj else None
     except UsageError as error:
         raise CheckpointError(f"has a {origin} with a wrong schedule: {error}") from None
+    preprocessing = obj.get("preprocessing")
+    if preprocessing is not None and not isinstance(preprocessing, dict):
+        raise CheckpointError(f"has a {origin} whose preprocessing is no object: give names and values")
     return Statement(
         origin,
         network_fields(obj.get("network", {}), origin),
         schedule,
         parse_prediction(obj["prediction"], origin) if "prediction" in obj else None,
-        obj.get("preprocessing"),
+        preprocessing,
     )
 
 
@@ -95,7 +98,7 @@ def parse_prediction(name: Any, origin: str) -> Prediction:
         "x0": "x0",
     }
     if not isinstance(name, str) or name not in names:
-        raise CheckpointError(f"has a {origin} with prediction {name!r}: use one of eps, v, x0")
+        raise CheckpointError(f"has a {origin} with prediction {shown(name)}: use one of eps, v, x0")
     return names[name]
 
 
@@ -133,7 +136,7 @@ def network_fields(obj: Any, origin: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in obj.items():
         if name in _ABSENT and value not in _ABSENT[name]:
-            raise CheckpointError(f"has a {origin} with {name} = {value!r}, which is not supported")
+            raise CheckpointError(f"has a {origin} with {name} = {shown(value)}, which is not supported")
         if name in _NO_EFFECT or name in _ABSENT or value is None or value == "":
             continue
         if name == "attention_resolutions":
@@ -141,11 +144,11 @@ def network_fields(obj: Any, origin: str) -> dict[str, Any]:
             continue
         ours = _ALIASES.get(name, name)
         if ours not in _PARSERS:
-            raise CheckpointError(f"has a {origin} with the unknown network field {name!r}")
+            raise CheckpointError(f"has a {origin} with the unknown network field {shown(name)}")
         try:
             fields[ours] = _PARSERS[ours](value)
-        except (TypeError, ValueError):
-            raise CheckpointError(f"has a {origin} with {name} = {value!r}, which is no value for it") from None
+        except (TypeError, ValueError, OverflowError):
+            raise CheckpointError(f"has a {origin} with {name} = {shown(value)}, which is no value for it") from None
     if fields.get("num_head_channels") == -1:
         del fields["num_head_channels"]
     return fields
@@ -213,7 +216,7 @@ def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ..
             return numbers
         size = _square(obj.get("image_size", obj.get("img_size")))
         return tuple(size // int(number) for number in numbers)
-    except (TypeError, ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ArithmeticError):
         raise CheckpointError(
-            f"has a {origin} with attention_resolutions = {value!r}, which is no value for it"
+            f"has a {origin} with attention_resolutions = {shown(value)}, which is no value for it"
         ) from None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.unet import UNet, UNetConfig
 
 
@@ -17,13 +17,17 @@ def infer_structure(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
     Raises CheckpointError where a tensor is missing or the blocks do not make a U-Net.
     """
-    blocks = _indices(tensors, r"input_blocks\.(\d+)\.")
+    blocks = _indices(tensors, r"input_blocks\.([0-9]{1,4})\.")
     count = 1 + max(blocks, default=0)
-    upsamplers = _indices(tensors, r"output_blocks\.(\d+)\.[12]\.(?:conv|in_layers)\.")
+    upsamplers = _indices(tensors, r"output_blocks\.([0-9]{1,4})\.[12]\.(?:conv|in_layers)\.")
     pooled = len(set(range(count)) - blocks)  # a level change without parameters leaves no key
     levels = 1 + max(len(upsamplers), pooled)
     per_level = count // levels
-    if count % levels or per_level < 2 or 1 + max(_indices(tensors, r"output_blocks\.(\d+)\."), default=0) != count:
+    if (
+        count % levels
+        or per_level < 2
+        or 1 + max(_indices(tensors, r"output_blocks\.([0-9]{1,4})\."), default=0) != count
+    ):
         raise CheckpointError("lacks whole blocks of its U-Net: it is cut off, or of another architecture")
     firsts = [f"input_blocks.{1 + level * per_level}" for level in range(levels)]
     widths = [_size(tensors, f"{first}.0.in_layers.2.weight", 0) for first in firsts]
@@ -43,6 +47,7 @@ def infer_structure(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def check_fit(config: UNetConfig, tensors: Mapping[str, Tensor]) -> None:
     """CheckpointError that names the first missing, surplus, misshapen or non-finite tensor."""
+    _check_values(config)
     _check_divisions(config)
     with torch.device("meta"):
         wanted = UNet(config).state_dict()
@@ -59,6 +64,21 @@ def check_fit(config: UNetConfig, tensors: Mapping[str, Tensor]) -> None:
             )
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"has values that are not numbers in {key}: training diverged, take an earlier one")
+
+
+def _check_values(config: UNetConfig) -> None:
+    """What no tensor shows and a description may have wrong."""
+    possible = {
+        "image_size": 1 <= config.image_size <= 2**14,
+        "num_head_channels": config.num_head_channels is None or config.num_head_channels >= 1,
+        "norm_groups": config.norm_groups >= 1,
+        "norm_eps": 0 < config.norm_eps < 1,
+        "frequency_shift": 0 <= config.frequency_shift <= 1,
+        "dropout": 0 <= config.dropout < 1,
+    }
+    for name, is_possible in possible.items():
+        if not is_possible:
+            raise CheckpointError(f"is said to have {name} = {shown(getattr(config, name))}, which no network has")
 
 
 def _check_divisions(config: UNetConfig) -> None:
@@ -105,6 +125,6 @@ def _size(tensors: Mapping[str, Tensor], key: str, axis: int) -> int:
     if key not in tensors:
         raise CheckpointError(f"lacks the tensor {key}: it is cut off, or of another architecture")
     shape = tensors[key].shape
-    if len(shape) <= axis:
+    if len(shape) <= axis or 0 in shape:
         raise CheckpointError(f"has {key} of shape {list(shape)}, which is no U-Net's: it is damaged")
     return int(shape[axis])

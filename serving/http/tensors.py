@@ -7,9 +7,11 @@ import base64
 import binascii
 import json
 import math
+import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,11 @@ def _object(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
+def _shown(value: Any) -> str:
+    """A client's value in a sentence: short, however large or deep it is."""
+    return reprlib.repr(value)
+
+
 def _id(message: Mapping[str, Any]) -> str | None:
     name = message.get("id")
     if name is not None and (not isinstance(name, str) or len(name) > _MAX_ID):
@@ -142,7 +149,7 @@ def _wanted(message: Mapping[str, Any], parameters: Mapping[str, Any], known: Se
 def _one_wanted(output: Mapping[str, Any], known: Sequence[str], all_binary: bool) -> Wanted:
     name, parameters = output.get("name"), _object(output.get("parameters", {}), "an output's parameters")
     if name not in known:
-        raise bad_request(f"there is no output {str(name)[:60]!r}: ask for {', '.join(known)}")
+        raise bad_request(f"there is no output {_shown(name)}: ask for {', '.join(known)}")
     for unknown in ("classification", "shared_memory_region"):
         if unknown in parameters:
             raise bad_request(f"the output parameter {unknown} is not supported")
@@ -160,7 +167,7 @@ def _picture(
     tensor: Mapping[str, Any], binary: bytes | None, max_pixels: int
 ) -> tuple[Image.Image | NDArray[np.uint8], bool]:
     if tensor.get("name") != INPUT:
-        raise bad_request(f"there is no input {str(tensor.get('name'))[:60]!r}: the one input is {INPUT!r}")
+        raise bad_request(f"there is no input {_shown(tensor.get('name'))}: the one input is {INPUT!r}")
     shape, datatype = _shape(tensor.get("shape")), tensor.get("datatype")
     data = _data(tensor, binary)
     if datatype == "BYTES":
@@ -202,7 +209,7 @@ def _data(tensor: Mapping[str, Any], binary: bytes | None) -> Any:
     if binary is None:
         raise bad_request("binary data needs the header Inference-Header-Content-Length")
     if not _is_count(size) or size != len(binary):
-        raise bad_request(f"binary_data_size is {str(size)[:20]}, and {len(binary)} bytes follow the JSON")
+        raise bad_request(f"binary_data_size is {_shown(size)}, and {len(binary)} bytes follow the JSON")
     return binary
 
 
@@ -225,15 +232,17 @@ def _levels(data: Any, count: int) -> NDArray[np.uint8]:
         if len(data) != count:
             raise bad_request(f"the shape needs {count} bytes, and there are {len(data)}")
         return np.frombuffer(data, np.uint8)
+    while data and all(type(item) is list for item in data):
+        if len({len(item) for item in data}) > 1:
+            raise bad_request("the data should be a flat or evenly nested list of whole numbers")
+        data = list(chain.from_iterable(data))
+    # numpy would make texts of all numbers where one is a text, each as long as the longest.
+    if len(data) != count or not all(type(item) is int for item in data):
+        raise bad_request(f"the data should be {count} whole numbers, it is {len(data)} values or not all are numbers")
     try:
-        values = np.asarray(data)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise bad_request("the data should be a flat or evenly nested list of whole numbers") from error
-    if values.dtype.kind not in "iu" or values.size != count:
-        raise bad_request(f"the data should be {count} whole numbers, it is {values.size} of type {values.dtype}")
-    if values.min() < 0 or values.max() > 255:
-        raise bad_request("UINT8 levels lie between 0 and 255")
-    return values.astype(np.uint8).reshape(-1)
+        return np.frombuffer(bytes(data), np.uint8)
+    except ValueError as error:
+        raise bad_request("UINT8 levels lie between 0 and 255") from error
 
 
 def answer(

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 import struct
 import warnings
 import zipfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import trees
+from diffusers import UNet2DModel
 from engine import Case
 from safetensors.torch import save
 from torch import Tensor
@@ -34,13 +34,12 @@ SIDECAR = {
     "schedule": {"kind": "linear", "beta_start": 1e-4, "beta_end": 0.02, "steps": 100},
     "prediction": "eps",
 }
-DIFFUSERS = {
-    "_class_name": "UNet2DModel",
+DIFFUSERS: dict[str, Any] = {
     "sample_size": 8,
-    "block_out_channels": [8],
+    "block_out_channels": [8, 8],
     "layers_per_block": 1,
-    "down_block_types": ["DownBlock2D"],
-    "up_block_types": ["UpBlock2D"],
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
     "norm_num_groups": 4,
     "attention_head_dim": 4,
     "norm_eps": 1e-5,
@@ -81,17 +80,22 @@ class Checkpoints:
         save_denoiser(buffer, network, NoiseSchedule.linear(100))
         own = buffer.read_bytes()
         buffer.unlink()
-        sidecar = json.dumps(SIDECAR).encode()
-        folder = {"config": json.dumps(DIFFUSERS).encode(), "scheduler": json.dumps(SCHEDULER).encode()}
+        sidecar, norms = json.dumps(SIDECAR).encode(), b'{"network": {"norm_groups": 4}}'
+        lightning = {f"model.{key}": value for key, value in state.items()}
+        theirs = dict(UNet2DModel(**DIFFUSERS).state_dict())
+        folder = {
+            "config": json.dumps(DIFFUSERS | {"_class_name": "UNet2DModel"}).encode(),
+            "scheduler": json.dumps(SCHEDULER).encode(),
+        }
         return [
             {"name": b"a.safetensors", "content": own},
             {"name": b"a.safetensors", "content": save(state), "sidecar": sidecar},
             {"name": b"a.pt", "content": _torch(state), "sidecar": sidecar},
-            {"name": b"a.pt", "content": _torch(state, zipped=False)},
-            {"name": b"a.pt", "content": _torch({"ema": state, "args": ARGUMENTS, "epoch": 3})},
-            {"name": b"a.pt", "content": _torch({"state_dict": {f"model.{k}": v for k, v in state.items()}})},
-            {"name": b"diffusion_pytorch_model.safetensors", "content": save(_diffusers_like()), **folder},
-            {"name": b"diffusion_pytorch_model.bin", "content": _torch(_diffusers_like()), **folder},
+            {"name": b"a.pt", "content": _torch(state, zipped=False), "sidecar": sidecar},
+            {"name": b"a.pt", "content": _torch({"ema": state, "args": ARGUMENTS, "epoch": 3}), "sidecar": norms},
+            {"name": b"a.pt", "content": _torch({"state_dict": lightning}), "sidecar": sidecar},
+            {"name": b"diffusion_pytorch_model.safetensors", "content": save(theirs), **folder},
+            {"name": b"diffusion_pytorch_model.bin", "content": _torch(theirs), **folder},
         ]
 
     def mutated(self, case: Case, random: Random) -> Case:
@@ -103,15 +107,16 @@ class Checkpoints:
         if kind < 0.4:
             return case | {"content": trees.garbled(case["content"], random)}
         if kind < 0.65:
-            return case | {"name": b"a.pt", "content": self._objects(random)}
+            return {"name": b"a.pt", "content": self._objects(random), "sidecar": json.dumps(SIDECAR).encode()}
         if case["name"].endswith(b"safetensors"):
             return case | {"content": _safetensors_mutated(case["content"], random)}
         return case | {"content": _archive_mutated(case["content"], random)}
 
     def run(self, case: Case, folder: Path) -> None:
         place = folder / "case"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
+        place.mkdir(exist_ok=True)
+        for file in place.iterdir():
+            file.unlink()
         path = place / case["name"].decode()
         path.write_bytes(case["content"])
         for part, name in (
@@ -134,12 +139,6 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             return _torch(state, zipped=random.random() < 0.7, protocol=random.choice([2, 2, 2, 4]))
         return _torch({})
-
-
-def _diffusers_like() -> dict[str, Tensor]:
-    """The keys that tell the layout, and one more; the rest is missing, which is found late."""
-    keys = ("time_embedding.linear_1.weight", "conv_in.weight", "conv_out.weight", "time_embedding.linear_1.bias")
-    return {key: torch.zeros(32, 8) if "time" in key else torch.zeros(8, 3, 3, 3) for key in keys}
 
 
 def _torch(obj: Any, *, zipped: bool = True, protocol: int = 2) -> bytes:

@@ -18,14 +18,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any, Protocol
 
+import mdps
+
 Case = dict[str, bytes]
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(mdps.__file__).parent
 SECONDS = 20.0
 """CPU time of one input; the longest that is refused takes less than one second."""
 SPACE, RESIDENT = 3 * 2**30, 512 * 2**20
@@ -230,15 +233,18 @@ class _Runner:
         begun = time.process_time()
         while self.report.cpu < cpu_seconds and (cases is None or self.report.cases < cases):
             index = self.report.cases
-            case = (
-                corpus[index] if index < len(corpus) else self.target.mutated(self.random.choice(corpus), self.random)
-            )
+            case = corpus[index] if index < len(corpus) else self.another(corpus)
             _write(self.shared, self.report, case, index + 1)
             if self.one(case) and sum(map(len, case.values())) < 200_000:
                 self.report.kept += 1
                 corpus.append(case)
             self.report.cpu = time.process_time() - begun
         _write(self.shared, self.report, {}, self.report.cases + 1)
+
+    def another(self, corpus: list[Case]) -> Case:
+        while True:
+            with suppress(RecursionError):  # a tree so deep that it is read but cannot be walked through
+                return self.target.mutated(self.random.choice(corpus), self.random)
 
     def one(self, case: Case) -> bool:
         """Whether the input reached a line that none before reached."""
@@ -280,7 +286,7 @@ class _Lines:
     def __init__(self) -> None:
         self.seen: set[tuple[str, int]] = set()
         self.on = self.news = False
-        self._ours = tuple(str(ROOT / name) + "/" for name in ("runtime", "models", "serving", "export"))
+        self._ours = tuple(f"{PACKAGE / name}/" for name in ("runtime", "models", "serving", "export"))
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         return self._line if self.on and frame.f_code.co_filename.startswith(self._ours) else None
@@ -321,9 +327,9 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 def _said(error: BaseException) -> tuple[str, str]:
     """What tells one kind of finding from another, and all of it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if frame.filename.startswith(str(ROOT)) and "/tests/" not in frame.filename]
+    ours = [frame for frame in frames if frame.filename.startswith(f"{PACKAGE}/") and "/tests/" not in frame.filename]
     frame = (ours or list(frames))[-1]
-    place = Path(frame.filename).relative_to(ROOT) if ours else Path(frame.filename).name
+    place = Path(frame.filename).relative_to(PACKAGE) if ours else Path(frame.filename).name
     text = str(error).split("\n")[0][:150].encode("ascii", "backslashreplace").decode()
     return f"{type(error).__name__} in {place}:{frame.lineno} {frame.name}", f"{text}\n{_trace(error)}"
 

@@ -35,7 +35,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a fault
-    """The server answered 4xx with a sentence."""
+    """The server said why not."""
 
 
 class _Loud(Guard):
@@ -176,7 +176,7 @@ class Queries:
         await self._app(scope, receive, send)
         status = sent[0]["status"]
         body = b"".join(message.get("body", b"") for message in sent)
-        if 400 <= status < 500:
+        if 400 <= status < 500 or status == 504:  # 504 where the client itself gave a few microseconds
             sentence = json.loads(body)["error"]
             assert 0 < len(sentence) < 600
             raise Refused(sentence)

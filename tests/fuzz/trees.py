@@ -86,15 +86,14 @@ def _nearby(value: Any, random: Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return random.choice(
-            [value + 1, value - 1, -value, value * 2, value // 2, value * 1000, value ^ 1, float(value), str(value)]
-        )
+        near = [value + 1, value - 1, -value, value * 2, value // 2, value * 1000, value ^ 1]
+        return random.choice([*near, Raw(f"{value}.0"), str(value)])
     if isinstance(value, float):
-        return random.choice([value * 2, -value, value + 1e-9, 1 / value if value else 1.0, round(value), str(value)])
+        return random.choice([value * 2, -value, value + 1e-9, value / 3, Raw(f"{value:.0f}"), str(value)])
     if isinstance(value, str):
         return random.choice([value[:-1], value + "x", value.upper(), value + "\n", [value], value * 50])
     if isinstance(value, list):
-        return random.choice([value[::-1], value * 2, value[:1], [value], tuple(value)[:-1]])
+        return random.choice([value[::-1], value * 2, value[:1], [value], value[:-1]])
     return [value]
 
 
