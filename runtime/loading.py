@@ -11,6 +11,7 @@ from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BundleError, CalibrationError, require
 from mdps.runtime.manifest import FILE_NAME, GraphEntry, Manifest
 from mdps.runtime.noise import NoiseBank
+from mdps.runtime.ort import ON_CARDS, OnCard
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
@@ -25,6 +26,7 @@ def load(
     product: str = "default",
     backend: str = "onnxruntime",
     provider: str = "cpu",
+    device: str | int | None = None,
     threads: int | None = None,
     samples: int | None = None,
     seed: int | None = None,
@@ -32,6 +34,7 @@ def load(
     calibrated: bool = True,
     max_batch: int = 8,
     warm_up: bool = True,
+    torch_compile: str | None = None,
 ) -> Detector:
     """Load the bundle in folder `path`, check every file's hash, and run one image to warm up.
 
@@ -40,6 +43,11 @@ def load(
     BackendWarning where it cannot). The guided step of a bundle made with `--guidance-backend traced` runs in torch
     whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
     "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
+
+    `device` is the card for those and for the providers "cuda" and "tensorrt": its index as nvidia-smi shows it, or its
+    UUID or the beginning of that; by default the first one CUDA shows. A card without room for the bundle is refused
+    before anything is opened. `torch_compile` is a back end of torch.compile, such as "inductor", for the guided step
+    of a traced bundle.
 
     `samples` (N_s), `seed` and `early_exit` (see `SamplerSettings`; it needs a calibration) override the bundle's; at
     most `max_batch` posterior samples are computed at once. With `calibrated` the product must have a calibration made
@@ -56,13 +64,23 @@ def load(
     chosen = choose_backend(
         path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
     )
+    placement = None
+    if device is not None or chosen in PLAN_BACKENDS or provider in ON_CARDS:
+        from mdps.runtime.placement import place
+
+        placement = place(
+            path, manifest, settings, backend=chosen, provider=provider, device=device, max_batch=max_batch
+        )  # fmt: skip
     with ExitStack() as opened:
         pipeline = open_inspector(
-            path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch
-        )
+            path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch,
+            device=placement.ordinal if placement else 0, torch_compile=torch_compile,
+        )  # fmt: skip
         detector = Detector(manifest, pipeline, calibration, product=product, backend=chosen)
         if warm_up:
             detector.warm_up()
+        if warm_up and placement:
+            placement.loaded()
         opened.pop_all()  # only a failure above closes what was opened
     return detector
 
@@ -78,18 +96,39 @@ def open_inspector(
     threads: int | None = None,
     max_batch: int = 8,
     device: int = 0,
+    torch_compile: str | None = None,
 ) -> Inspector:
     """What judges images on any backend, closed with `opened`; `device` is CUDA's number of the card. As `load`."""
-    if backend not in PLAN_BACKENDS:
+    if backend not in PLAN_BACKENDS and not _stays_on_card(provider, settings):
         return open_pipeline(
-            path, manifest, settings, opened, backend=backend, provider=provider, threads=threads, max_batch=max_batch
-        )
+            path, manifest, settings, opened, backend=backend, provider=provider, threads=threads, max_batch=max_batch,
+            device=device, torch_compile=torch_compile,
+        )  # fmt: skip
     from mdps.runtime.device import cuda
+
+    if backend not in PLAN_BACKENDS:
+        from mdps.runtime.ort_card import open_on_card
+
+        on_card = open_on_card(
+            path, manifest, settings, cuda.open_driver(device), provider=provider, threads=threads,
+            max_batch=max_batch, compiled=torch_compile,
+        )  # fmt: skip
+        opened.callback(on_card.close)
+        return on_card
     from mdps.runtime.trt import open_plans
 
     pipeline = open_plans(path, manifest, settings, backend, lambda: cuda.open_driver(device), max_batch)
     opened.callback(pipeline.close)
     return pipeline
+
+
+def _stays_on_card(provider: str, settings: Settings) -> bool:
+    """Whether the whole loop runs on a card with ONNX Runtime; some settings need the host between the steps."""
+    if provider not in ON_CARDS:
+        return False
+    from mdps.runtime.ort_card import can_stay
+
+    return can_stay(settings)
 
 
 def open_pipeline(
@@ -102,9 +141,13 @@ def open_pipeline(
     provider: str = "cpu",
     threads: int | None = None,
     max_batch: int = 8,
+    device: int = 0,
+    torch_compile: str | None = None,
 ) -> Pipeline:
     """The sessions of a bundle whose files lie in `path`, closed with `opened`; raises as `load`."""
-    return _Opener(path, manifest, settings, opened, backend, provider, threads, max_batch).pipeline()
+    return _Opener(
+        path, manifest, settings, opened, backend, provider, threads, max_batch, device, torch_compile
+    ).pipeline()
 
 
 def choose_backend(
@@ -174,6 +217,8 @@ class _Opener:
     provider: str
     threads: int | None
     max_batch: int
+    device: int = 0
+    torch_compile: str | None = None
 
     def pipeline(self) -> Pipeline:
         """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
@@ -206,10 +251,17 @@ class _Opener:
         session = (
             self._traced(self.path / graph.file)
             if graph.session == "traced"
-            else open_session(self._file(graph), self.provider, self.threads, self.backend)
+            else open_session(self._file(graph), self.provider, self.threads, self.backend, self._card(role))
         )
         self.opened.callback(session.close)
         return session
+
+    def _card(self, role: str) -> OnCard | None:
+        if self.provider not in ON_CARDS:
+            return None
+        from mdps.runtime.ort_card import role_card
+
+        return role_card(self.manifest, role, self.device)
 
     def _file(self, graph: GraphEntry) -> Path:
         return self.path / graph.variants.get(self.backend, graph.file)
@@ -218,4 +270,7 @@ class _Opener:
         from mdps.runtime.traced import TracedSession
 
         manifest = self.manifest
-        return TracedSession(file, self.settings.sampler, manifest.prediction, self.provider, self.threads)
+        where = "cuda" if self.provider in ON_CARDS else self.provider
+        return TracedSession(
+            file, self.settings.sampler, manifest.prediction, where, self.threads, self.device, self.torch_compile
+        )

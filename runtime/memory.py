@@ -121,17 +121,18 @@ def check_room(card: Card, need: Need, situation: Situation, bundle: str, others
     wanted = need.total if measured is None else measured
     if wanted <= card.free:
         return
+    parts = {"weights": need.weights, "activations": need.activations, "libraries": need.libraries}
     how = (
-        f"estimated: weights {_gb(need.weights)}, activations {_gb(need.activations)}, libraries {_gb(need.libraries)}"
+        "estimated: " + ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
         if measured is None
         else f"measured on this kind of card, see {_file()}"
     )
     roomy = [other for other in others if other.index != card.index and (other.free or 0) >= wanted]
-    instead = f"choose {roomy[0]}, which has {_gb(roomy[0].free or 0)}, " if roomy else ""
+    instead = f"choose {roomy[0]}, which has {gigabytes(roomy[0].free or 0)}, " if roomy else ""
     raise BackendError(
-        f"{bundle} needs {_gb(wanted)} GB ({how}), card {card.index} ({card.name}) has {_gb(card.free)} free of "
-        f"{_gb(card.total or 0)}: {instead}close what else is on it (`nvidia-smi` lists that), or load with fewer "
-        "samples or images at once"
+        f"{bundle} needs {gigabytes(wanted)} GB ({how}), card {card.index} ({card.name}) has {gigabytes(card.free)} "
+        f"free of {gigabytes(card.total or 0)}: {instead}close what else is on it (`nvidia-smi` lists that), or load "
+        "with fewer samples or images at once"
     )
 
 
@@ -161,5 +162,6 @@ def _file() -> Any:
     return cache_file().with_name(FILE_NAME)
 
 
-def _gb(count: int) -> str:
+def gigabytes(count: int) -> str:
+    """With one digit behind the point."""
     return f"{count / 1e9:.1f}"

@@ -105,6 +105,7 @@ class OrtSession:
         self._ports = [_port(node, self._path) for node in self._session.get_inputs()]
         self.inputs = tuple(port.name for port in self._ports)
         self.outputs = tuple(node.name for node in self._session.get_outputs())
+        self.name = str(self._path)
         self.provider: str = self._session.get_providers()[0]
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
@@ -119,6 +120,29 @@ class OrtSession:
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
         """As `Session.bind`: runs that read and write the callers' own memory."""
         return _Binding(self, feeds)
+
+    @property
+    def input_ports(self) -> list[Port]:
+        """What `inputs` take."""
+        return list(self._ports)
+
+    @property
+    def output_ports(self) -> list[Port]:
+        """What `outputs` give."""
+        return [_port(node, self._path) for node in self._open_session().get_outputs()]
+
+    def binding(self) -> Any:
+        """A new IOBinding, for places that the caller fixes."""
+        return self._open_session().io_binding()
+
+    def run_bound(self, binding: Any, number: int) -> None:
+        """Run with a binding; its recording, where runs are recorded, goes by `number`. BackendError."""
+        options = None
+        if self.card is not None and self.card.graph:
+            options = _library().RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(number))
+        with self._failing():
+            self._open_session().run_with_iobinding(binding, options)
 
     def close(self) -> None:
         """Free the engine's memory."""
@@ -283,7 +307,7 @@ def _options(library: Any, threads: int, wanted: str) -> Any:
 
 def _port(node: Any, path: Path) -> Port:
     if node.type not in _DTYPES:
-        raise BackendError(f"{path} has the input {node.name!r} of type {node.type}, which is not supported")
+        raise BackendError(f"{path} has {node.name!r} of type {node.type}, which is not supported")
     shape = tuple(length if isinstance(length, int) else None for length in node.shape)
     return Port(node.name, np.dtype(_DTYPES[node.type]), shape)
 

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, require
+
+if TYPE_CHECKING:
+    from mdps.runtime.ort import OnCard
 
 BACKENDS = ("onnxruntime", "openvino")
 PLAN_BACKENDS = ("tensorrt", "tensorrt-rtx")
@@ -65,7 +68,11 @@ class Port:
 
 
 def open_session(
-    path: Path | str, provider: str = "cpu", threads: int | None = None, backend: str = "onnxruntime"
+    path: Path | str,
+    provider: str = "cpu",
+    threads: int | None = None,
+    backend: str = "onnxruntime",
+    card: "OnCard | None" = None,
 ) -> Session:
     """The graph in an `.onnx` file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`."""
     check_backend(backend, provider)
@@ -76,7 +83,7 @@ def open_session(
         return OpenVinoSession(path, threads)
     from mdps.runtime.ort import OrtSession
 
-    return OrtSession(path, provider, threads)
+    return OrtSession(path, provider, threads, card)
 
 
 def check_backend(backend: str, provider: str) -> None:

@@ -1,16 +1,21 @@
 """The guided step through torch: the denoiser is a torch.export program and its gradient is autograd's.
 
-The oracle for the exported gradient, and the way for networks whose backward cannot be lowered to ONNX. The only module
-of the runtime that knows torch, and only once a session is opened.
+The oracle for the exported gradient, and the way for networks whose backward cannot be lowered to ONNX. On a card it
+works in the memory of the engines that run the other graphs. The only module of the runtime that knows torch, and only
+once a session is opened.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.device.seam import Buffer, Stream
 from mdps.runtime.errors import BackendError, BundleError, UsageError
 from mdps.runtime.pt2 import check_program
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
@@ -24,7 +29,9 @@ _IMAGE, _SCALAR = (None, 3, None, None), ()
 class TracedSession:
     """Same inputs and outputs as `guided_step.onnx`, from a `denoiser.pt2`.
 
-    `provider` is "cpu" or "cuda"; `threads` (default: the processors available) sets torch's, for the whole process.
+    `provider` is "cpu" or "cuda", `ordinal` then CUDA's number of the card; `threads` (default: the processors
+    available) sets torch's, for the whole process, as TF32 is switched off for it on a card. `compiled` names a back
+    end of torch.compile that the network goes through, forwards and backwards, such as "inductor".
     Raises BackendError where torch is missing or lacks the device, BundleError for a file that is damaged or could run
     code. The check covers what the archive pickles; a program from strangers should still not be loaded.
     """
@@ -38,13 +45,18 @@ class TracedSession:
         prediction: Prediction = "eps",
         provider: str = "cpu",
         threads: int | None = None,
+        ordinal: int = 0,
+        compiled: str | None = None,
     ) -> None:
         self._path, self._settings, self._prediction = Path(path), settings, prediction
         self._torch = _library()
-        self._device = _device(self._torch, provider)
+        self._device = _device(self._torch, provider, ordinal)
         self.provider = f"torch {self._torch.__version__} on {provider}"
         self._torch.set_num_threads(threads or available_cpus())
         self._network: Any = _load(self._torch, self._path, self._device)
+        if compiled is not None:
+            self._network = _compiled(self._torch, self._network, compiled)
+            self.provider += f", compiled by {compiled}"
         replace = ("mask_noise",) if settings.mask_rule != "blend" else ()
         shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(("x_t", "observation"), _IMAGE)
         shapes |= {"mask": (None, 1, None, None), "noise": _IMAGE} | dict.fromkeys(replace, _IMAGE)
@@ -54,16 +66,42 @@ class TracedSession:
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """The named outputs (all by default), float32 [N, 3, H, W]; BackendError where the feeds do not fit."""
-        if self._network is None:
-            raise BackendError(f"{self._path} was closed: open it again")
         check_feeds(self._ports, feeds, str(self._path))
         names = check_outputs(self.outputs, outputs, str(self._path))
         tensors = {name: self._torch.tensor(feeds[name], device=self._device) for name in self.inputs}
+        values = self.compute(tensors)
+        return {name: values[name].detach().cpu().numpy() for name in names}
+
+    def compute(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs as tensors of its device, from the inputs as such; BackendError where torch fails."""
+        if self._network is None:
+            raise BackendError(f"{self._path} was closed: open it again")
         try:
-            values = dict(zip(self.outputs, self._step(tensors), strict=True))
+            return dict(zip(self.outputs, self._step(tensors), strict=True))
         except RuntimeError as error:
             raise BackendError(f"{self._path} failed in torch: {str(error).splitlines()[0]}") from error
-        return {name: values[name].detach().cpu().numpy() for name in names}
+
+    def tensor(self, address: int, shape: tuple[int, ...]) -> Any:
+        """The float32 array at an address of its device's memory as a tensor, which it is and no copy of it."""
+        torch = self._torch
+        if self._device.type == "cpu":
+            memory = (ctypes.c_float * prod(shape)).from_address(address)
+            return torch.frombuffer(memory, dtype=torch.float32).reshape(shape)
+        tensor = torch.as_tensor(_OnCard(address, shape), device=self._device)
+        if tensor.data_ptr() != address:
+            raise BackendError(f"torch {torch.__version__} copied memory of the card that it was to share: update it")
+        return tensor
+
+    def on_stream(self, handle: int) -> Any:
+        """A context in which torch asks this stream for its work."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        return self._torch.cuda.stream(self._torch.cuda.ExternalStream(handle, self._device))
+
+    @property
+    def ports(self) -> list[Port]:
+        """What `inputs` take."""
+        return list(self._ports)
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
         """As `Session.bind`; torch allocates its results, so each run copies them."""
@@ -119,6 +157,57 @@ class TracedSession:
         return self._torch.where(norm > 0, r / norm, self._torch.zeros_like(r))
 
 
+class _OnCard:
+    """An array of the card's memory, in the form that torch, CuPy and others take without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape, "typestr": "<f4", "data": (address, False), "version": 3, "strides": None, "stream": None,
+        }  # fmt: skip
+
+
+class TracedEngine:
+    """A `DeviceEngine`: the guided step by torch, in the memory and on the stream of the engines beside it."""
+
+    captures = False  # autograd allocates as it goes
+
+    def __init__(self, session: TracedSession, size: tuple[int, int]) -> None:
+        self._session, self.provider = session, session.provider
+        self.inputs: Sequence[Port] = [_sized(port, size) for port in session.ports]
+        image = Port("", np.dtype(np.float32), (None, 3, *size))
+        self.outputs: Sequence[Port] = [Port(name, image.dtype, image.shape) for name in session.outputs]
+        self.largest: Mapping[str, tuple[int, ...]] = {}
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> "BoundTraced":
+        """As `DeviceEngine.bind`."""
+        missing = [port.name for port in (*self.inputs, *self.outputs) if port.name not in buffers]
+        if missing:
+            raise BackendError(f"the traced step needs a place for {missing[0]!r}, which was not given")
+        places = {name: self._session.tensor(buffer.address, buffer.shape) for name, buffer in buffers.items()}
+        return BoundTraced(self._session, places)
+
+    def close(self) -> None:
+        """As `DeviceEngine.close`."""
+        self._session.close()
+
+
+class BoundTraced:
+    """A `BoundEngine`: tensors over the buffers."""
+
+    def __init__(self, session: TracedSession, places: Mapping[str, Any]) -> None:
+        self._session, self.places = session, places
+
+    def enqueue(self, stream: Stream) -> None:
+        """As `BoundEngine.enqueue`."""
+        with self._session.on_stream(stream.handle):
+            for name, value in self._session.compute(self.places).items():
+                self.places[name].copy_(value.detach())
+
+
+def _sized(port: Port, size: tuple[int, int]) -> Port:
+    return Port(port.name, port.dtype, (*port.shape[:2], *size) if port.shape else ())
+
+
 def _library() -> Any:
     try:
         import torch
@@ -130,12 +219,22 @@ def _library() -> Any:
     return torch
 
 
-def _device(torch: Any, provider: str) -> Any:
+def _device(torch: Any, provider: str, ordinal: int) -> Any:
     if provider not in ("cpu", "cuda"):
         raise UsageError(f"the traced guidance backend runs on cpu or cuda, not on {provider!r}")
     if provider == "cuda" and not torch.cuda.is_available():
         raise BackendError('cuda was asked for, but torch finds no CUDA device here: repair it, or ask for "cpu"')
-    return torch.device(provider)
+    if provider == "cpu":
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = False  # on by default: ten bits of mantissa are no float32
+    torch.backends.cudnn.benchmark = True  # shapes stay the same, so the search for an algorithm pays
+    return torch.device("cuda", ordinal)
+
+
+def _compiled(torch: Any, network: Any, name: str) -> Any:
+    if name not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UsageError(f"torch.compile has no back end {name!r} here: choose one of {', '.join(known)}")
+    return torch.compile(network, backend=name)
 
 
 def _load(torch: Any, path: Path, device: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from mdps.runtime import memory
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
-from mdps.runtime.manifest import Manifest
+from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.memory import Need, Situation, check_room, estimate, remember
 
 GB = 10**9
@@ -124,7 +124,12 @@ def test_another_bundle_card_or_engine_is_another_situation(tiny_bundle):
     manifest = Manifest.read(tiny_bundle)
     one = Situation.of(manifest, CARD, "onnxruntime 1.31 cuda", 8)
     others = [
-        Situation.of(replace(manifest, files={}), CARD, "onnxruntime 1.31 cuda", 8),
+        Situation.of(
+            replace(manifest, files={**manifest.files, "more": FileEntry("0" * 64, 1)}),
+            CARD,
+            "onnxruntime 1.31 cuda",
+            8,
+        ),
         Situation.of(manifest, replace(CARD, name="NVIDIA A2"), "onnxruntime 1.31 cuda", 8),
         Situation.of(manifest, CARD, "onnxruntime 1.32 cuda", 8),
         Situation.of(manifest, CARD, "onnxruntime 1.31 cuda", 16),
