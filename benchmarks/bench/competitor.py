@@ -10,10 +10,14 @@ from mdps.benchmarks.bench.timer import Timer
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run: the first image's score, and the ms its sampling passes took, where there are such things."""
+    """Of one run: the first image's score, and the ms its sampling passes took, where there are such things.
+
+    `device_ms` is what a device's own events say of all of it, where the timer is the host's.
+    """
 
     score: float | None = None
     passes_ms: float | None = None
+    device_ms: float | None = None
 
 
 class Competitor(Protocol):

@@ -28,7 +28,7 @@ class Process:
         self._child = subprocess.Popen(
             [sys.executable, "-m", "mdps.benchmarks.bench.worker", json.dumps(spec.to_json())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, encoding="utf-8",
-            env=environment(spec.threads),
+            env=environment(spec.threads, spec.card),
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -90,9 +90,14 @@ class Process:
         return f"its process ended with code {code}{hint}" + (f": {said[-1]}" if said else "")
 
 
-def environment(threads: int) -> dict[str, str]:
-    """This process's environment with every library's threads set, and nothing to be fetched from the network."""
+def environment(threads: int, card: str | None = None) -> dict[str, str]:
+    """This process's environment with every library's threads set, and nothing to be fetched from the network.
+
+    Of the cards, where one is given, it shows this one alone, to torch and all others alike.
+    """
     count = str(threads)
     # Compilers in torch's pool of processes would compete with what is timed.
     fixed = {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if card is not None:
+        fixed["CUDA_VISIBLE_DEVICES"] = card
     return os.environ | dict.fromkeys(THREAD_VARIABLES, count) | fixed

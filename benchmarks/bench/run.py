@@ -13,6 +13,7 @@ from mdps.benchmarks.bench.rounds import Measurement, Say, measure
 from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, baseline, matrix_rate
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.variations import Variations
+from mdps.runtime.cards import cards, find
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.threads import available_cpus
@@ -126,6 +127,13 @@ def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measureme
     return yardstick.of(manifest, forward_flop(manifest)).row(one, single)
 
 
+def where(device: str) -> tuple[str, str | None]:
+    """"cpu" or "cuda", and the UUID of the card where `device` names one; UsageError where there is no such card."""
+    if device in ("cpu", "cuda"):
+        return device, None
+    return "cuda", find(device, cards()).uuid
+
+
 def find_checkpoint(bundle: Path, manifest: Manifest, given: Path | None) -> Path | None:
     """The checkpoint given, or the one the bundle was made from where it lies beside the bundle under its name."""
     if given is not None:
@@ -142,13 +150,15 @@ def find_checkpoint(bundle: Path, manifest: Manifest, given: Path | None) -> Pat
 
 def _specs(bundle: Path, options: BenchOptions, ckpt: Path | None) -> list[Spec]:
     """The matrix product, then every competitor at one image and the bundle's samples."""
+    device, card = where(options.device)
     common = Spec(
         name="fp32 matrix product",
         kind="rate",
         variant="",
         bundle=str(bundle),
         threads=options.threads or available_cpus(),
-        device=options.device,
+        device=device,
+        card=card,
         ckpt=str(ckpt) if ckpt else None,
         backbone_weights=str(options.backbone_weights) if options.backbone_weights else None,
         good=str(options.good) if options.good else None,

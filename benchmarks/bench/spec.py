@@ -16,6 +16,8 @@ class Spec:
 
     Another method on our runtime has a `bundle` of its own, and so has ours at another image size.
 
+    On the device "cuda" the process sees `card` (a UUID) and no other, or all where it is None.
+
     `samples` (N_s) and `batch` are those of this row; `bank_images` good images make a peer's memory, taken from the
     folder `good` or made up. What is "checked" is ours, beside the oracle's arrays in the file `reference` first.
     """
@@ -26,6 +28,7 @@ class Spec:
     bundle: str
     threads: int
     device: str = "cpu"
+    card: str | None = None
     batch: int = 1
     samples: int | None = None
     ckpt: str | None = None

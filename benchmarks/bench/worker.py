@@ -55,7 +55,7 @@ class Worker:
         """Judge a batch once."""
         assert self._competitor is not None
         outcome, ms = self._competitor.timer(self._competitor.run)
-        return {"ms": ms, "score": outcome.score, "passes_ms": outcome.passes_ms}
+        return {"ms": ms, "score": outcome.score, "passes_ms": outcome.passes_ms, "device_ms": outcome.device_ms}
 
     def peak(self) -> Answer:
         """Memory held at most so far."""

@@ -1,44 +1,38 @@
 """A backend of ours beside the oracle's arrays, stage by stage, and then timed as in `mdps bench`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mdps.benchmarks.bench.competitor import Outcome
 from mdps.benchmarks.bench.ours import Ours
 from mdps.benchmarks.bench.spec import Spec
-from mdps.benchmarks.gpu_check.reference import Reference, compare
+from mdps.benchmarks.gpu_check.reference import Reference, compare_stages, compare_whole
+from mdps.benchmarks.gpu_check.stages import open_stages
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.session import BACKENDS, Session, open_session
+from mdps.runtime.session import PLAN_BACKENDS
 
 
 class Checked(Ours):
-    """As `Ours`; the facts have `findings` too, an entry an output."""
+    """As `Ours`; the facts have `findings` too, an entry an output, and runs of plans the card's own times."""
 
     facts: dict[str, Any]
 
     def __init__(self, spec: Spec) -> None:
         assert spec.reference is not None
-        manifest, reference = Manifest.read(spec.bundle), Reference.read(Path(spec.reference))
+        folder, reference = Path(spec.bundle), Reference.read(Path(spec.reference))
+        manifest = Manifest.read(folder)
         reference.check_same(manifest)  # before an engine is loaded for nothing
+        precision, samples = str(manifest.network.get("precision", "fp32")), spec.samples or 1
+        with open_stages(folder, manifest, spec.variant, spec.device, spec.threads) as stages:
+            found = compare_stages(reference, stages, manifest.settings, precision, samples)
         super().__init__(spec)
-        precision = str(manifest.network.get("precision", "fp32"))
-        samples = self.detector.settings.sampler.samples
-        with _plain_step(spec, manifest) as plain:
-            found = compare(reference, self.detector, precision, samples, plain)
+        found += compare_whole(reference, self.detector, precision, samples)
         self.facts["findings"] = [one.to_json() for one in found]
+        self._by_events = spec.variant in PLAN_BACKENDS
 
-
-@contextmanager
-def _plain_step(spec: Spec, manifest: Manifest) -> Iterator[Session | None]:
-    """The plain step where it is a graph of the bundle: the passes of the check are guided and open no other."""
-    graph = manifest.graphs.get("plain_step")
-    if graph is None or spec.variant not in BACKENDS:
-        yield None
-        return
-    file = Path(spec.bundle) / graph.variants.get(spec.variant, graph.file)
-    session = open_session(file, spec.device, spec.threads, spec.variant)
-    try:
-        yield session
-    finally:
-        session.close()
+    def run(self) -> Outcome:
+        """As `Ours.run`; a plan's passes and scoring are timed by events on the card."""
+        found = self.detector.inspect(self._observations, mask_range=(0.0, 1.0))
+        passes = found.times["first_pass"] + found.times["masked_pass"]
+        device = sum(found.times.values()) if self._by_events else None
+        return Outcome(float(found.anomaly_score[0]), passes, device)

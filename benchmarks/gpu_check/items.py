@@ -1,5 +1,6 @@
 """The pieces of a check in the order of their value, with what each is thought to take."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,21 +24,25 @@ PEERS = {"patchcore": "PatchCore", "draem": "DRAEM"}
 
 @dataclass(frozen=True)
 class Backend:
-    """A way of ours to run a bundle: `load`'s backend and provider, the kind of bundle it takes, plans or none."""
+    """A way of ours to run a bundle: `load`'s backend and provider, the kind of bundle it takes, plans or none.
+
+    `builds`: how many times longer it takes than others to load, because it builds engines.
+    """
 
     name: str
     backend: str
     provider: str
     plans: bool = False
     traced: bool = False
+    builds: float = 1.0
 
 
 ON_CARD = (
-    Backend("TensorRT-RTX plans", "tensorrt-rtx", "cuda", plans=True),
-    Backend("TensorRT plans", "tensorrt", "cuda", plans=True),
+    Backend("TensorRT-RTX plans", "tensorrt-rtx", "cpu", plans=True),  # a plan knows where it runs
+    Backend("TensorRT plans", "tensorrt", "cpu", plans=True),
     Backend("ONNX Runtime, CUDA", "onnxruntime", "cuda"),
-    Backend("ONNX Runtime, TensorRT", "onnxruntime", "tensorrt"),
     Backend("guided step traced, torch on CUDA", "onnxruntime", "cuda", traced=True),
+    Backend("ONNX Runtime, TensorRT", "onnxruntime", "tensorrt", builds=4.0),
 )
 ON_PROCESSOR = (
     Backend("ONNX Runtime, CPU", "onnxruntime", "cpu"),
@@ -132,6 +137,7 @@ class _Items:
             if one.traced and precision != "fp32":
                 continue  # a traced bundle has no other
             kind = "traced" if one.traced else precision
+            kind += f"x{samples}" if one.plans and samples > 1 else ""
             things = [f"{network}:fp32", f"{network}:oracle", f"{network}:{kind}"]
             things += [f"{network}:{kind}:{one.backend}"] if one.plans else []
             yield from self._made(things)
@@ -141,7 +147,7 @@ class _Items:
                 bundle=str(self.prepared.bundle(network, kind)), reference=str(self.prepared.reference(network)),
                 max_batch=max(8, samples),
             )  # fmt: skip
-            seconds = SECONDS[network] * (2 if samples > 1 else 1)
+            seconds = SECONDS[network] * (2 if samples > 1 else 1) * one.builds
             yield self._item(spec, seconds, network, precision, samples, tuple(things), one.name)
         yield from self._torch(network, precision, samples)
 
@@ -174,8 +180,9 @@ class _Items:
 
     def _made(self, things: Sequence[str]) -> Iterator[Item]:
         for thing in dict.fromkeys(things):
-            seconds = PRESENT if self.prepared.has(thing) else PREPARING[thing]
+            seconds = PRESENT if self.prepared.has(thing) else PREPARING.get(re.sub(r"x\d+", "", thing), PRESENT)
             network = thing.partition(":")[0]
+            seconds = PRESENT if re.fullmatch(r"\w+:\w+x\d+", thing) else seconds  # a matter of links
             needs = tuple(part for part in (f"{network}:fp32", thing.rpartition(":")[0]) if ":" in part)
             needs = tuple(part for part in dict.fromkeys(needs) if part != thing)
             yield Item(f"prepare {thing}", seconds, thing=thing, network=network, needs=needs, on_card=False)

@@ -36,6 +36,7 @@ THINGS = (
     "demo:oracle",
     "authors:fp16:tensorrt-rtx",
     "authors:oracle",
+    "authors:fp16x16:tensorrt-rtx",
 )
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LEFT_OUT = shutil.ignore_patterns(

@@ -1,8 +1,8 @@
 """Makes one thing that a check needs: `python -m mdps.benchmarks.gpu_check.prepare THING --work FOLDER`.
 
-Things: demo:fp32, demo:fp16, demo:traced (bundles), demo:oracle (the oracle's arrays), demo:fp16:tensorrt-rtx (plans in
-a bundle), and the same of the network `authors`. A process of its own makes each, so that a builder that crashes or
-hangs costs no more than that.
+Things: demo:fp32, demo:fp16, demo:fp16x16, demo:traced (bundles), demo:oracle (the oracle's arrays),
+demo:fp16:tensorrt-rtx (plans in a bundle), and the same of the network `authors`. A process of its own makes each, so
+that a builder that crashes or hangs costs no more than that.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mdps.benchmarks import demo
 from mdps.benchmarks.gpu_check.oracle import make_reference
-from mdps.benchmarks.gpu_check.workfolder import KINDS, NETWORKS, PLAN_BACKENDS, Prepared
+from mdps.benchmarks.gpu_check.workfolder import KIND, NETWORKS, PLAN_BACKENDS, Prepared
 from mdps.benchmarks.script import exit_code
 from mdps.benchmarks.textures import TextureSet
 from mdps.export import ExportOptions, export_bundle
@@ -32,6 +32,7 @@ from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.errors import MdpsError, UsageError, require
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.plans import KEY, plans_of
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
@@ -65,8 +66,24 @@ class Maker:
         elif backend:
             self.make(f"{network}:{kind}")
             self._plans(self.prepared.bundle(network, kind), backend[0])
+        elif (many := KIND.fullmatch(kind)) and many["samples"]:
+            self.make(f"{network}:{many['of']}")
+            self._with_samples(self.prepared.bundle(network, many["of"]), int(many["samples"]))
         else:
             self._bundle(network, kind)
+
+    def _with_samples(self, bundle: Path, samples: int) -> None:
+        """The same bundle for another N_s beside it, its files linked and not copied; without plans."""
+        manifest = Manifest.read(bundle)
+        out = bundle.with_name(f"{bundle.name}x{samples}")
+        plans = {entry.file for entry in plans_of(manifest)}
+        with new_folder(out, replace=True) as folder:
+            for name in manifest.files.keys() - plans:
+                _link(bundle / name, folder / name)
+            settings = replace(manifest.settings, sampler=replace(manifest.settings.sampler, samples=samples))
+            parity = {name: value for name, value in manifest.parity.items() if name != KEY}
+            files = {name: entry for name, entry in manifest.files.items() if name not in plans}
+            replace(manifest, name=out.name, settings=settings, parity=parity, files=files).write(folder)
 
     def _checkpoint(self, network: str) -> Path:
         path = self.prepared.checkpoint(network)
@@ -112,9 +129,17 @@ class Maker:
 
 def _parsed(thing: str) -> list[str]:
     parts = thing.split(":")
-    known = 2 <= len(parts) <= 3 and parts[0] in NETWORKS and parts[1] in (*KINDS, "oracle")
+    known = 2 <= len(parts) <= 3 and parts[0] in NETWORKS
+    known = known and (KIND.fullmatch(parts[1]) is not None or parts[1] == "oracle")
     require(known and (len(parts) == 2 or parts[2] in PLAN_BACKENDS), f"there is no {thing!r} to prepare")
     return parts
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # a file system that knows no links
+        shutil.copyfile(source, target)
 
 
 def with_steps(settings: Settings, steps: int) -> Settings:

@@ -5,18 +5,19 @@ numpy only: where the file travels along, the machine that is checked needs no t
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.benchmarks.gpu_check.stages import Stages
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.pipeline import Pipeline
-from mdps.runtime.session import Session
+from mdps.runtime.pipeline import mask_scalars
+from mdps.runtime.settings import Settings
 
 Array = NDArray[Any]
 SCALARS = ("timestep", "alpha_t", "alpha_s", "sigma_t")
@@ -115,23 +116,24 @@ class Reference:
 
 
 def identity(manifest: Manifest) -> dict[str, Any]:
-    """What the oracle's numbers depend on; in half precision and traced they are the same."""
-    return {"checkpoint": manifest.checkpoint.sha256, "settings": manifest.settings.to_json()}
+    """What the oracle's numbers depend on; in half precision, traced and with another N_s they are the same."""
+    settings = replace(manifest.settings, sampler=replace(manifest.settings.sampler, samples=1))
+    return {"checkpoint": manifest.checkpoint.sha256, "settings": settings.to_json()}
 
 
-def compare(
-    reference: Reference, detector: Detector, precision: str, samples: int, plain: Session | None = None
+def compare_stages(
+    reference: Reference, stages: Stages, settings: Settings, precision: str, samples: int
 ) -> list[Finding]:
-    """Every stage there is, with `samples` an image; `plain` is the plain step where the detector opens none.
-
-    Steps and scoring take the reference's one picture that many times over; whole detections are compared where the
-    oracle made them with as many samples.
-    """
+    """Every graph by itself, on the reference's one picture so many times over."""
     judge = _Judge(reference, precision)
-    pipeline = detector._open_pipeline()  # steps and scoring one by one are of no use but to a check
-    if isinstance(pipeline, Pipeline):  # on a card nothing comes back between the passes
-        _steps(judge, pipeline.steps.guided, pipeline.steps.plain or plain, samples)
-        _scoring(judge, pipeline, samples)
+    _steps(judge, stages, samples)
+    _scoring(judge, stages, settings, samples)
+    return judge.findings
+
+
+def compare_whole(reference: Reference, detector: Detector, precision: str, samples: int) -> list[Finding]:
+    """Whole detections, where the oracle made them with as many samples."""
+    judge = _Judge(reference, precision)
     if reference.has(f"whole{samples}."):
         _whole(judge, detector, samples)
     if samples == 1 and reference.has("verdict."):
@@ -179,8 +181,8 @@ def _many(array: Array, count: int) -> Array:
     return np.repeat(array, count, axis=0)
 
 
-def _steps(judge: _Judge, guided: Session | None, plain: Session | None, samples: int) -> None:
-    for role, session in (("guided_step", guided), ("plain_step", plain)):
+def _steps(judge: _Judge, stages: Stages, samples: int) -> None:
+    for role, session in (("guided_step", stages.guided), ("plain_step", stages.plain)):
         if session is None:
             continue
         found = session.run(judge.reference.step_feeds(session.inputs, samples))
@@ -189,19 +191,17 @@ def _steps(judge: _Judge, guided: Session | None, plain: Session | None, samples
                 judge.compare(f"{role}.{name}", found[name], _many(judge.reference[f"{role}.{name}"], samples))
 
 
-def _scoring(judge: _Judge, pipeline: Pipeline, samples: int) -> None:
+def _scoring(judge: _Judge, stages: Stages, settings: Settings, samples: int) -> None:
     """The features of the picture, and the score of another one as its posterior sample."""
     reference, y = judge.reference, judge.reference["step.observation"]
-    features = {} if pipeline.features is None else pipeline.features.run({"image": y})
+    features = {} if stages.features is None else stages.features.run({"image": y})
     for index, (name, got) in enumerate(features.items(), start=1):
         judge.features(index, got, reference[f"features.{index}"])
         features[name] = np.asarray(reference[f"features.{index}"])
-    mask = pipeline.settings.mask
-    scalars = {"mask_lambda": mask.mask_lambda, "mask_low": 0.0, "mask_high": 1.0}
-    scalars["mask_frozen"] = float(mask.range != "per-image")
+    scalars = mask_scalars(settings.mask, (0.0, 1.0))
     feeds = {"posterior_samples": _many(reference["score.sample"], samples)[None], "observation": y, **features}
     feeds |= {name: np.asarray(value, np.float32) for name, value in scalars.items()}
-    found = pipeline.score.run({name: feeds[name] for name in pipeline.score.inputs})
+    found = stages.score.run({name: feeds[name] for name in stages.score.inputs})
     for name in ("anomaly_map", "anomaly_score"):
         judge.compare(f"score.{name}", found[name], reference[f"score.{name}"])
     judge.disagree("score.mask", found["mask"], reference["score.mask"])

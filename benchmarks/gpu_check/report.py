@@ -89,8 +89,8 @@ def _heading(machine: dict[str, Any]) -> str:
     return "  \n".join(lines)
 
 
-LATENCY = ("", "median ms", "p95", "p99", "runs", "clock", "TFLOP/s", "of matrix rate", "card MB", "host MB",
-           "first ms", "parity")  # fmt: skip
+LATENCY = ("", "median ms", "p95", "p99", "runs", "clock", "device ms", "TFLOP/s", "of matrix rate", "card MB",
+           "host MB", "first ms", "parity")  # fmt: skip
 PARITY = ("", *(stage.replace("_", " ") for stage in STAGES))
 
 
@@ -98,8 +98,9 @@ def _latency(row: Row) -> list[str]:
     verdict = {None: "", True: "agrees", False: "DISAGREES"}[row.agrees]
     values = (row.median_ms, row.p95_ms, row.p99_ms)
     return [
-        row.name, *(number(value) for value in values), str(row.runs), row.clock, number(row.tflops),
-        percent(row.share), number(row.device_mb), number(row.host_mb), number(row.first_ms), verdict,
+        row.name, *(number(value) for value in values), str(row.runs), row.clock, number(row.device_ms),
+        number(row.tflops), percent(row.share), number(row.device_mb), number(row.host_mb), number(row.first_ms),
+        verdict,
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -9,12 +10,12 @@ import numpy as np
 
 from mdps.benchmarks.bench.rounds import Measurement
 from mdps.benchmarks.bench.rows import SCORE_TOLERANCE, Cost
+from mdps.benchmarks.bench.spec import Spec
 from mdps.benchmarks.gpu_check.items import Item
 from mdps.benchmarks.gpu_check.reference import Finding, Reference
 from mdps.runtime.manifest import Manifest
 
 State = Literal["ran", "skipped", "failed"]
-ON_DEVICE = ("cuda", "tensorrt")
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Row:
 
     `state`: "skipped" is what cannot run here or did not fit into the minutes, "failed" what crashed, hung or
     surprised, with `reason`. `findings` compare outputs with the oracle's; `agrees` is whether all are within, None
-    where nothing was compared. `clock` says what measured: events of the device, or the host's clock until the result
-    was in its memory. `tflops` counts useful FLOPs in the passes, `share` divides by the matrix rate measured here in
-    the same precision. `device_mb` is by how much the card's used memory grew, other processes included.
+    where nothing was compared. `clock` says what measured: "events" of the device, or the "host" until the result was
+    in its memory; `device_ms` is the median by events beside a host's. `tflops` counts useful FLOPs in the passes,
+    `share` divides by the matrix rate measured here in the same precision. `device_mb` is by how much the card's used
+    memory grew, other processes included.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Row:
     p99_ms: float | None = None
     runs: int = 0
     clock: str = ""
+    device_ms: float | None = None
     passes_ms: float | None = None
     first_ms: float | None = None
     load_ms: float | None = None
@@ -79,7 +82,8 @@ def measured_row(
         "p95_ms": float(np.percentile(one.ms, 95)),
         "p99_ms": float(np.percentile(one.ms, 99)),
         "runs": len(one.ms),
-        "clock": one.facts.get("clock", "host"),
+        "clock": "events" if item.spec is not None and _by_events(item.spec) else "host",
+        "device_ms": median(one.facts["device_ms"]) if one.facts.get("device_ms") else None,
         "passes_ms": median(one.passes_ms) if one.passes_ms else None,
         "first_ms": one.facts.get("first_ms"),
         "load_ms": one.facts.get("load_ms"),
@@ -89,14 +93,17 @@ def measured_row(
     return Row(state="ran", **same, **found, **_rate(item, one, rates))
 
 
+def _by_events(spec: Spec) -> bool:
+    """Torch's own work on a card (see `bench.timer`); our backends return when the result is here."""
+    return spec.kind != "checked" and spec.device != "cpu"
+
+
 def _findings(item: Item, one: Measurement) -> tuple[Finding, ...]:
     """Of all stages for our backends; of the score alone for torch, which is the oracle's own arithmetic."""
     findings = tuple(Finding(**found) for found in one.facts.get("findings", ()))
     spec = item.spec
     if findings or spec is None or spec.kind != "torch" or one.facts.get("score") is None or spec.reference is None:
         return findings
-    from pathlib import Path
-
     reference = Reference.read(Path(spec.reference))
     name = f"whole{item.samples}.anomaly_score"
     if name not in reference.arrays:
@@ -115,8 +122,6 @@ def _rate(item: Item, one: Measurement, rates: dict[str, float]) -> dict[str, An
         return {"tflops": one.facts["matrix_flop"] / middle / 1e9}
     if spec.reference is None:
         return {}
-    from pathlib import Path
-
     forward = Reference.read(Path(spec.reference)).about["forward_flop"]
     flop = Cost.of(Manifest.read(spec.bundle, verify=False), forward).flop
     if flop is None:

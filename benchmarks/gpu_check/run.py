@@ -18,7 +18,8 @@ from mdps.runtime import cards
 
 Say = Callable[[str], None]
 GRACE = 3.0
-"""An item that takes so many times what was thought is given up."""
+"""An item that takes so many times what was thought is given up; more where there are more minutes than usual."""
+USUAL = 360.0
 LEAST = 20.0
 
 
@@ -52,13 +53,14 @@ def run_check(
     rows: list[Row] = []
     without: dict[str, str] = {}  # prepared things that are not there, and families that do not load: why
     rates: dict[str, float] = {}
+    patience = max(1.0, minutes.seconds / USUAL)
     for item in _once(items):
         reason = _obstacle(item, without, minutes.left)
         if reason:
             row = Row(item.name, "skipped", reason, item.network, item.precision, item.samples)
         else:
             say(f"{minutes.left:.0f} s left: {item.name}")
-            row = do(item, min(minutes.left, max(LEAST, GRACE * item.seconds)), rates)
+            row = do(item, min(minutes.left, max(LEAST, GRACE * item.seconds) * patience), rates)
         if row.state != "ran":
             if not reason:
                 say(f"{row.state} {item.name}: {row.reason}")
@@ -73,7 +75,10 @@ def run_check(
 
 def _once(items: Sequence[Item]) -> list[Item]:
     """Things are prepared before what needs them first, and not again."""
-    return list({item.name: item for item in reversed(items)}.values())[::-1]
+    found: dict[str, Item] = {}
+    for item in items:
+        found.setdefault(item.name, item)
+    return list(found.values())
 
 
 def _obstacle(item: Item, without: dict[str, str], left: float) -> str:
@@ -147,6 +152,8 @@ class Workshop:
                 one.ms.append(answer["ms"])
                 if answer["passes_ms"] is not None:
                     one.passes_ms.append(answer["passes_ms"])
+                if answer["device_ms"] is not None:
+                    one.facts.setdefault("device_ms", []).append(answer["device_ms"])
             if not process.skipped:
                 one.peak_mb = process.ask("peak", 10.0).get("peak_mb")
             one.skipped = process.skipped

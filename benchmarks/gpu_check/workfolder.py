@@ -1,11 +1,13 @@
 """Where prepared things lie in a work folder, and what they are called."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 NETWORKS = ("demo", "authors")
 """The network that ships with mdps, at 64 x 64; the authors' of 33 M parameters with seeded weights, at 256 x 256."""
-KINDS = ("fp32", "fp16", "traced")
+KIND = re.compile(r"traced|fp32|fp16|(?P<of>fp32|fp16)x(?P<samples>\d+)")
+"""A bundle's precision, or with a torch program in fp32. fp16x16 is for 16 samples an image: a plan has its range."""
 PLAN_BACKENDS = ("tensorrt-rtx", "tensorrt")
 
 
@@ -20,7 +22,7 @@ class Prepared:
         return self.folder / f"{network}.safetensors"
 
     def bundle(self, network: str, kind: str) -> Path:
-        """A network's bundle of one of KINDS; traced is fp32 too."""
+        """A network's bundle of a KIND."""
         return self.folder / f"{network}-{kind}"
 
     def reference(self, network: str) -> Path:
