@@ -8,12 +8,12 @@ from mdps.benchmarks.bench.ours import Ours
 from mdps.benchmarks.bench.spec import Spec
 from mdps.benchmarks.gpu_check.reference import Reference, compare_stages, compare_whole
 from mdps.benchmarks.gpu_check.stages import open_stages
+from mdps.runtime.device.pipeline import DevicePipeline
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.session import PLAN_BACKENDS
 
 
 class Checked(Ours):
-    """As `Ours`; the facts have `findings` too, an entry an output, and runs of plans the card's own times."""
+    """As `Ours`; the facts have `findings` too, an entry an output, and runs on a card its own times."""
 
     facts: dict[str, Any]
 
@@ -28,10 +28,10 @@ class Checked(Ours):
         super().__init__(spec)
         found += compare_whole(reference, self.detector, precision, samples)
         self.facts["findings"] = [one.to_json() for one in found]
-        self._by_events = spec.variant in PLAN_BACKENDS
+        self._by_events = isinstance(self.detector._open_pipeline(), DevicePipeline)
 
     def run(self) -> Outcome:
-        """As `Ours.run`; a plan's passes and scoring are timed by events on the card."""
+        """As `Ours.run`; where the whole loop stays on the card, events on it time passes and scoring too."""
         found = self.detector.inspect(self._observations, mask_range=(0.0, 1.0))
         passes = found.times["first_pass"] + found.times["masked_pass"]
         device = sum(found.times.values()) if self._by_events else None

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.ort import ON_CARDS
+from mdps.runtime.ort_card import role_card
 from mdps.runtime.plans import plans_of
 from mdps.runtime.session import PLAN_BACKENDS, Arrays, Session, open_session
 
@@ -70,7 +72,8 @@ def open_stages(folder: Path, manifest: Manifest, backend: str, provider: str, t
         plain: Session | None = pipeline.steps.plain
         graph = manifest.graphs.get("plain_step")
         if plain is None and graph is not None:  # no pass needs it, but it is there
-            plain = open_session(folder / graph.variants.get(backend, graph.file), provider, threads, backend)
+            card = role_card(manifest, "plain_step", 0) if provider in ON_CARDS else None
+            plain = open_session(folder / graph.variants.get(backend, graph.file), provider, threads, backend, card)
             opened.callback(plain.close)
         yield Stages(pipeline.steps.guided, plain, pipeline.features, pipeline.score)
 
