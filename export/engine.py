@@ -4,13 +4,10 @@ All three take strongly typed networks: precision is in the graph, and no flag c
 it runs on; TensorRT-RTX for the cards it is told, without having one.
 """
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mdps.export.engine_graph import parseable
@@ -19,10 +16,9 @@ from mdps.runtime.atomic import write_bytes
 from mdps.runtime.choice import cache_file
 from mdps.runtime.doctor import gpus
 from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.trt import MODULES, NAMES, first_line, load_library, logger
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
-NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
 
@@ -55,7 +51,7 @@ class Builder:
         not build for or that cannot compute in `precision`.
         """
         require(backend in MODULES, f"there is no builder {backend!r}: choose one of {', '.join(MODULES)}")
-        library = _library(backend)
+        library = load_library(backend, "Builder")
         chosen = _of_rtx(library, capabilities) if backend == "tensorrt-rtx" else _of_card(capabilities)
         old = [one for one in chosen if precision == "bf16" and float(one) < 8]
         require(not old, f"compute capability {''.join(old[:1])} has no bf16: export with --precision fp16")
@@ -77,7 +73,7 @@ class Builder:
         `precision` is what the graph's convolutions must compute in. Raises BackendError where the graph does not
         parse, does not build, or has layers of another type.
         """
-        log = _log(self.library)
+        log = logger(self.library)
         log.errors.clear()
         try:
             builder = self.library.Builder(log)
@@ -102,7 +98,7 @@ class Builder:
         if not parser.parse(parseable(path).SerializeToString(), str(path)):
             error = parser.get_error(0)
             raise BackendError(
-                f"{NAMES[self.backend]} {self.version} does not read {path.name}: {_line(error.desc())} "
+                f"{NAMES[self.backend]} {self.version} does not read {path.name}: {first_line(error.desc())} "
                 f"(node {error.node_name()}, operator {error.node_operator()})"
             )
         return network
@@ -139,26 +135,9 @@ class Builder:
         write_bytes(path, bytes(config.get_timing_cache().serialize()))
 
     def _sentence(self, path: Path, log: Any, otherwise: str) -> str:
-        reason = _line(log.errors[-1] if log.errors else otherwise)
+        reason = first_line(log.errors[-1] if log.errors else otherwise)
         cards = ", ".join(self.capabilities)
         return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {cards}: {reason}"
-
-
-def _library(backend: str) -> ModuleType:
-    try:
-        library = importlib.import_module(MODULES[backend])
-    except (ImportError, OSError) as error:  # OSError: a library of it that does not load
-        remedy = (
-            "NVIDIA's index has the libraries that PyPI lacks" if backend == "tensorrt" else "Linux x86-64 or Windows"
-        )
-        raise BackendError(
-            f"{NAMES[backend]} cannot be imported ({_line(str(error))}): pip install 'mdps[{backend}]' ({remedy})"
-        ) from error
-    if not hasattr(library, "Builder"):
-        raise BackendError(
-            f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
-        )
-    return library
 
 
 def _known(library: Any) -> dict[str, Any]:
@@ -198,24 +177,3 @@ def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
         "leave out --compute-capability, or use --backend tensorrt-rtx",
     )
     return (cards[0],)
-
-
-@cache
-def _log(library: Any) -> Any:
-    """The one logger that a library takes in a process; keeps what went wrong instead of printing it."""
-
-    class Log(library.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (library.ILogger.INTERNAL_ERROR, library.ILogger.ERROR):
-                self.errors.append(message)
-
-    return Log()
-
-
-def _line(text: str) -> str:
-    """The first line of a library's message, short enough for a sentence."""
-    return (text.strip().splitlines() or ["no reason given"])[0].rstrip(". ")[:300]

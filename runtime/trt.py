@@ -7,6 +7,7 @@ share one piece of memory for what lies between layers: they run one after anoth
 import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,19 +49,24 @@ def open_plans(
     entries = _entries(path, manifest, settings, backend)
     library = load_library(backend)
     driver = open_card()
+    opened: dict[str, TrtEngine] = {}
     try:
         for entry in entries.values():
             check_plan(entry, str(library.__version__), driver.card, path, manifest)
         with driver.current():
             stream = driver.stream()
             loader = Loader(backend, library, driver)
-            opened = {role: loader.open(path / entry.file) for role, entry in entries.items()}
+            for role, entry in entries.items():
+                opened[role] = loader.open(path / entry.file)
         engines = Engines(
             opened.get("guided_step"), opened.get("plain_step"), opened.get("features"), opened["score"]
         )  # fmt: skip
         noise = NoiseBank(settings.sampler.seed, (3, *manifest.preprocessing.network_size), settings.sampler.noise)
         return DevicePipeline(driver, stream, engines, manifest.schedule, settings, noise, max_batch)
     except BaseException:
+        with suppress(BackendError), driver.current():
+            for engine in opened.values():
+                engine.close()
         driver.close()
         raise
 
@@ -130,7 +136,9 @@ class Loader:
         if engine is None:
             raise BackendError(f"{name} does not load {file}: {log.reason()}: export it again on this machine")
         kernels = Kernels(file, self.library, self.driver.card) if self.backend == "tensorrt-rtx" else None
-        return TrtEngine(file, self.library, engine, self.scratch, f"{name} on {self.driver.card.name}", kernels)
+        # The key of the plan stands in its file's name, and so in every result: a plan built again is another one.
+        provider = f"{name} on {self.driver.card.name}, plan {file.stem.rpartition('.')[2]}"
+        return TrtEngine(file, self.library, engine, self.scratch, provider, kernels)
 
 
 class Scratch:
@@ -299,8 +307,8 @@ class Kernels:
             )
 
 
-def load_library(backend: str) -> ModuleType:
-    """The Python module of "tensorrt" or "tensorrt-rtx"; BackendError where it is missing or damaged."""
+def load_library(backend: str, needed: str = "Runtime") -> ModuleType:
+    """The Python module of "tensorrt" or "tensorrt-rtx"; BackendError where it is missing or lacks a class."""
     try:
         library = importlib.import_module(MODULES[backend])
     except (ImportError, OSError) as error:  # OSError: a library of it that does not load
@@ -310,7 +318,7 @@ def load_library(backend: str) -> ModuleType:
         raise BackendError(
             f"{NAMES[backend]} cannot be imported ({first_line(str(error))}): pip install 'mdps[{backend}]' ({remedy})"
         ) from error
-    if not hasattr(library, "Runtime"):
+    if not hasattr(library, needed):
         raise BackendError(
             f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
         )

@@ -262,14 +262,14 @@ def test_a_missing_library_is_named_with_its_remedy(backend: str, monkeypatch: p
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(engine_module.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BackendError, match=rf"pip install 'mdps\[{backend}\]'"):
         Builder.of(backend)
 
 
 def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, cards: tuple[str, ...]) -> None:
     library = SimpleNamespace(__version__="10.9.0", Builder=object)
-    monkeypatch.setattr(engine_module.importlib, "import_module", lambda name: library)
+    monkeypatch.setattr(importlib, "import_module", lambda name: library)
     monkeypatch.setattr(engine_module, "gpus", lambda: cards)
 
 

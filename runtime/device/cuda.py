@@ -196,7 +196,10 @@ class PyCudaDriver:
         with self._refusing("opening the card"):
             card = self._drv.Device(device)
             self.card = Card(device, card.name(), ".".join(map(str, card.compute_capability())))
-            self._context = card.retain_primary_context()
+            # pycuda's `detach` leaves the context current in the thread that calls it, so it is kept for the process.
+            if device not in _PYCUDA_CONTEXTS:
+                _PYCUDA_CONTEXTS[device] = card.retain_primary_context()
+            self._context = _PYCUDA_CONTEXTS[device]
 
     @property
     def captures(self) -> bool:
@@ -299,7 +302,7 @@ class PyCudaDriver:
             stream.synchronize()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """As `Driver.close`; pycuda frees streams and events itself, when nobody holds them any more."""
+        """As `Driver.close`; pycuda frees streams and events when nobody holds them any more, the context never."""
         if self._closed:
             return
         with suppress(BackendError), self.current():
@@ -309,8 +312,6 @@ class PyCudaDriver:
                 with suppress(self._drv.Error):
                     memory.free()
         self._closed = True
-        with suppress(self._drv.Error):
-            self._context.detach()
 
     def _graphs(self) -> "_Recorder":
         if self._closed:
@@ -374,6 +375,7 @@ class _CudaError(BackendError):
         self.code = code
 
 
+_PYCUDA_CONTEXTS: dict[int, Any] = {}
 _CLOSED = "this card was closed: load the bundle again"
 
 
