@@ -32,6 +32,7 @@ _TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
+_AT_ONCE = 2**20  # pixels
 _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # of a TIFF
 
 
@@ -207,21 +208,24 @@ def _from_deep(image: "Image.Image", name: str) -> "Image.Image":
     from PIL import Image
 
     stored = np.asarray(image)
-    values = stored.astype(np.float64)
-    if not np.isfinite(values).all():
+    if not np.isfinite(stored).all():
         raise ImageError(f"{name} holds NaN or infinite values")
     tags = getattr(image, "tag_v2", {})
     top, kind = (255, "float") if image.mode == "F" else (2 ** min(16, tags.get(_BITS, (16,))[0]) - 1, "integer")
-    low, high = values.min(), values.max()
+    low, high = float(stored.min()), float(stored.max())
     if low < 0 or high > top:
         raise ImageError(
             f"{name} holds {kind} values from {low:g} to {high:g}, outside 0 to {top}: convert it to 8 bit"
         )
     if kind == "float" and 0 < high <= 1:
         raise ImageError(f"{name} holds float values from 0 to 1, black on a scale to 255: convert it to 8 bit")
-    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow turns these round at 8 bits only
-        values = top - values
-    grey = np.rint(values * (255 / top)).astype(np.uint8)
+    grey = np.empty(stored.shape, np.uint8)
+    rows = max(1, _AT_ONCE // stored.shape[1])
+    for first in range(0, len(stored), rows):  # in float64, which of a whole picture is a gigabyte
+        values = stored[first : first + rows].astype(np.float64)
+        if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow turns these round at 8 bits only
+            values = top - values
+        grey[first : first + rows] = np.rint(values * (255 / top))
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey[stored == transparent] = 255

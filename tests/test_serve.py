@@ -228,7 +228,9 @@ def test_a_deadline_ends_a_request_and_its_work_is_not_done(line_bundle, line_im
         short = [lambda d=data: ask(url, d, X_Deadline_Ms="1") for data in line_images[:10]]
         replies = at_once(long + short)
         assert [status for status, _, _ in replies[:10]] == [200] * 10
-        assert [status for status, _, _ in replies[10:]] == [504] * 10
+        # Too late is said afterwards, or at once where it is foreseen.
+        assert {status for status, _, _ in replies[10:]} <= {503, 504}
+        assert all("deadline" in json.loads(body)["error"] for _, _, body in replies[10:])
         judged = value_of(ask(f"{server.url}/metrics")[2].decode(), 'mdps_batch_images_count{model="line"}')
         assert judged == 10  # only results that were asked for are counted
         assert ask(url, line_images[0], X_Deadline_Ms="soon")[0] == 400

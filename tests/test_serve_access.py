@@ -45,7 +45,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def guarded(line_bundle):
-    with serving([line_bundle], *ONE, environment={"MDPS_TOKEN": TOKEN}) as running:
+    with serving([line_bundle], *ONE, environment={"MDPS_TOKEN": f"{TOKEN}\n"}) as running:
         yield running
 
 
@@ -133,6 +133,19 @@ def test_health_can_be_left_open_and_tls_is_spoken(line_bundle, line_images, tmp
             ask(server.port, "GET", "/v2/health/ready")
 
 
+def test_an_encrypted_key_is_refused_and_not_asked_for(line_bundle, tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate of this test and is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["-keyout", key, "-out", cert, "-subj", "/CN=localhost", "-days", "2", "-passout", "pass:secret"]
+    subprocess.run([openssl, "req", "-x509", "-newkey", "rsa:2048", *made], check=True, capture_output=True)
+    code, said = command(line_bundle, "--port", "0", "--tls-cert", cert, "--tls-key", key)
+    assert code == 2
+    assert "--tls-key" in said
+    assert "pass phrase" not in said
+
+
 def test_another_web_page_can_neither_send_nor_read(open_server, line_images):
     port = open_server.port
     assert ask(port, "POST", "/inspect", line_images[0], Origin="http://evil.example")[0] == 403
@@ -143,6 +156,7 @@ def test_another_web_page_can_neither_send_nor_read(open_server, line_images):
         assert ask(port, "GET", "/live/line", Host=host)[0] == 200
     replied = ask(port, "GET", "/v2")[1]
     assert "access-control-allow-origin" not in {name.lower() for name in replied}
+    assert replied["cross-origin-resource-policy"] == "same-origin"
 
 
 def test_the_page_may_load_nothing_from_elsewhere(open_server):
@@ -164,6 +178,7 @@ def command(*arguments, environment=None):
 
 def test_mistakes_end_as_a_sentence_with_code_2(line_bundle, tmp_path, open_server):
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "umlaut").write_text("pässwörter-sind-lang", encoding="utf-8")
     cases = [
         ((tmp_path / "nothing",), "is no bundle"),
         ((line_bundle, line_bundle), "tell them apart as NAME=BUNDLE"),
@@ -172,6 +187,7 @@ def test_mistakes_end_as_a_sentence_with_code_2(line_bundle, tmp_path, open_serv
         ((line_bundle, "--tls-cert", tmp_path / "no", "--tls-key", tmp_path / "no", "--port", "0"), "--tls-cert"),
         ((line_bundle, "--token-file", tmp_path / "no"), "cannot be read"),
         ((line_bundle, "--token-file", tmp_path / "empty"), "the token is empty"),
+        ((line_bundle, "--token-file", tmp_path / "umlaut"), "printable ASCII"),
         ((line_bundle, "--port", open_server.port), "is in use"),
         ((line_bundle, "--host", "203.0.113.77", "--port", "0"), "203.0.113.77"),
         ((line_bundle, "--product", "blue", "--port", "0"), "no calibration for the product 'blue'"),

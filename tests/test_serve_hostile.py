@@ -75,6 +75,27 @@ def part(data, name="a", filename="p.png"):
     )
 
 
+def progressive(scans, size=64):
+    """A grey JPEG of scans that each say in a few bytes that there is nothing new in any block."""
+
+    def segment(marker, data):
+        return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+    one_code = bytes([1] + [0] * 15)
+    blocks = (size // 8) ** 2
+    return (
+        b"\xff\xd8"
+        + segment(0xDB, b"\0" + bytes([1] * 64))
+        + segment(0xC2, struct.pack(">BHHB", 8, size, size, 1) + bytes([1, 0x11, 0]))
+        + segment(0xC4, b"\x00" + one_code + b"\x00")
+        + segment(0xC4, b"\x10" + one_code + b"\xe0")  # the code 0: no more in 2^14 blocks and those that follow
+        + segment(0xDA, bytes([1, 1, 0, 0, 0, 0]))
+        + bytes((blocks + 7) // 8)
+        + (segment(0xDA, bytes([1, 1, 0, 1, 63, 0])) + b"\x2a\xaa") * scans
+        + b"\xff\xd9"
+    )
+
+
 PNG, JPEG = saved("PNG"), saved("JPEG")
 BINARY = {"name": "image", "shape": [2, 2, 3], "datatype": "UINT8", "parameters": {"binary_data_size": 12}}
 
@@ -145,6 +166,7 @@ def images():
     for kind in ("TIFF", "GIF", "PNG", "WEBP"):
         yield f"{kind} of two pictures", saved(kind, save_all=True, append_images=[Image.new("RGB", (24, 24))]), 400
     yield "JPEG whose end was never written", JPEG[: len(JPEG) // 2] + bytes(len(JPEG) // 2), 400
+    yield "JPEG of a thousand scans", progressive(1000), 400
     yield "one byte too many", bytes(BODY_LIMIT + 1), 413
 
 
@@ -321,6 +343,11 @@ def wire():
     yield (
         "length and chunks",
         request("POST", "/inspect", b"zz\r\n", Transfer_Encoding="chunked", Content_Length="9"),
+        400,
+    )
+    yield (
+        "length and chunks that are whole",
+        request("GET", "/v2", b"0\r\n\r\n", Transfer_Encoding="chunked", Content_Length="5"),
         400,
     )
     yield "chunks of letters", chunked(b"zz\r\nabc\r\n0\r\n\r\n"), 400

@@ -161,6 +161,23 @@ def test_one_client_alone_never_waits_and_those_on_their_way_are_waited_for():
     ]
 
 
+def test_a_batch_is_no_larger_than_its_first_deadline_allows():
+    """On an engine that takes long whole batches come too late for all, and nobody is ever answered."""
+    engine = FakeEngine()
+
+    async def scenario(worker):
+        worker._seconds = 100.0
+        engine.gate.clear()
+        first = worker.submit(engine, observation(1), time.monotonic() + 50)  # too late already, and still alone
+        await until(lambda: worker._queue.empty())
+        later = [worker.submit(engine, observation(value), time.monotonic() + 250) for value in (2, 3, 4)]
+        engine.gate.set()
+        return [(await item.future).result.score for item in (first, *later)]
+
+    assert run(scenario) == [1, 2, 3, 4]
+    assert engine.batches[:2] == [[1.0], [2.0, 3.0]]
+
+
 def test_stopping_answers_what_is_queued():
     engine = FakeEngine()
 

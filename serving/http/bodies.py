@@ -2,8 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -46,8 +46,43 @@ class Incoming:
                     left -= len((await self()).get("body", b""))
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, decompressed. Refusal 413 beyond `limit` bytes, 415 for an unknown encoding, 400 for a broken."""
+class Share:
+    """What one request holds of the memory for all bodies."""
+
+    def __init__(self, bodies: "Bodies") -> None:
+        self._bodies = bodies
+        self.held = 0
+
+    def take(self, count: int) -> None:
+        """So many bytes more. Refusal 503 where all requests together would hold too many."""
+        if self._bodies.held + count > self._bodies.limit:
+            raise Refusal(503, "bodies", "too many bodies at once: try again", retry_after=1, close=True)
+        self._bodies.held += count
+        self.held += count
+
+
+class Bodies:
+    """Counts the bytes of all bodies that are being read or worked on, so that many clients cannot fill the memory."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """A request's part, given back at the end."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self.held -= share.held
+
+
+async def read_body(request: Request, limit: int, share: Share) -> bytes:
+    """The whole body, decompressed; `share` takes it into account.
+
+    Refusal 413 beyond `limit` bytes, 415 for an unknown encoding, 400 for a broken one.
+    """
     declared = request.headers.get("content-length", "0")
     if len(declared) > 18 or int(declared) > limit:  # the HTTP parser has checked that it is digits
         raise _beyond(limit)
@@ -56,7 +91,12 @@ async def read_body(request: Request, limit: int) -> bytes:
         chunks += chunk
         if len(chunks) > limit:
             raise _beyond(limit)
-    return _decompressed(bytes(chunks), request.headers.get("content-encoding", "identity").strip().lower(), limit)
+        share.take(len(chunk))
+    body = bytes(chunks)
+    del chunks
+    plain = _decompressed(body, request.headers.get("content-encoding", "identity").strip().lower(), limit)
+    share.take(len(plain) - len(body))
+    return plain
 
 
 def _beyond(limit: int) -> Refusal:

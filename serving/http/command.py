@@ -2,13 +2,15 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mdps.serving.options import BACKEND, EARLY_EXIT, PRODUCT, SAMPLES, THREADS, TRACEBACK
+from mdps.serving.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
 from mdps.serving.terminal import needs, spoken_warnings
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ Examples:
   mdps serve bundle --host 0.0.0.0 --token-file token --tls-cert cert.pem --tls-key key.pem
   curl --data-binary @part.png 'http://127.0.0.1:8080/inspect?map=png'
 \b
-Exit code: 0 after SIGTERM or Ctrl-C, when all accepted requests were answered."""
+Exit code: 0 after SIGTERM, SIGHUP or Ctrl-C, when all accepted requests were answered."""
 )
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -61,6 +63,8 @@ Exit code: 0 after SIGTERM or Ctrl-C, when all accepted requests were answered."
 @click.option("--no-watch", is_flag=True, help="Do not load a bundle again when it changes: only say so.")
 @THREADS
 @BACKEND
+@PROVIDER
+@DEVICE
 @SAMPLES
 @EARLY_EXIT
 @PRODUCT
@@ -73,12 +77,16 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
     a page for the person at the line at /. Metrics for Prometheus are at /metrics. Events go to stderr, a JSON object
     a line.
     """
+    _keep_stderr()
     with needs("serve", "cpu"):
         from mdps.serving.http.options import Limits, Loading, ServerOptions
         from mdps.serving.http.server import run
     loading = Loading(
         calibrated=not options["scores_only"],
-        **{name: options[name] for name in ("product", "backend", "threads", "samples", "early_exit")},
+        **{
+            name: options[name]
+            for name in ("product", "backend", "provider", "device", "threads", "samples", "early_exit")
+        },
     )
     limits = Limits(
         body_bytes=int(options["max_body_mib"] * 2**20),
@@ -96,22 +104,34 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
         **{name: options[name] for name in ("host", "port", "open_health", "tls_cert", "tls_key", "batch")},
     )
     if not settings.is_local and settings.token is None:
-        click.echo(
-            f"Warning: whoever reaches {settings.host} can use this server: give a token with --token-file", err=True
-        )
+        _warn(f"whoever reaches {settings.host} can use this server: give a token with --token-file")
     with spoken_warnings():
         run(_named(bundles), settings)
 
 
+def _keep_stderr() -> None:
+    """Started with stderr closed, nothing else may be opened as 2: the log would be written into it."""
+    if sys.stderr is None:
+        while os.open(os.devnull, os.O_RDWR) < 2:
+            pass
+        sys.stderr = os.fdopen(2, "w")
+
+
+def _warn(sentence: str) -> None:
+    with suppress(OSError):  # a full disk behind stderr is no reason not to serve
+        click.echo(f"Warning: {sentence}", err=True)
+
+
 def _token(file: Path | None) -> str | None:
     if file is None:
-        return os.environ.get("MDPS_TOKEN")
+        token = os.environ.get("MDPS_TOKEN")
+        return None if token is None else token.strip()
     try:
         token = file.read_text(encoding="utf-8-sig").strip()  # Notepad and PowerShell put a mark in front
     except (OSError, UnicodeError) as error:
         raise click.UsageError(f"--token-file {file} cannot be read: {error}") from error
     if len(token) < _FEW:
-        click.echo(f"Warning: the token in {file} has fewer than {_FEW} characters and can be guessed", err=True)
+        _warn(f"the token in {file} has fewer than {_FEW} characters and can be guessed")
     return token
 
 

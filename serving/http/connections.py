@@ -14,6 +14,7 @@ from mdps.serving.http.bodies import Incoming
 from mdps.serving.http.options import Limits
 from mdps.serving.http.refusals import Refusal
 
+_LEAST = 4096  # bytes that a client takes of its answer in `write_seconds`, or it is let go
 _HARD = 2  # so many times the bound, connections are dropped without a word
 
 
@@ -28,6 +29,7 @@ def bounded_protocol(limits: Limits, refused: Callable[[str], None]) -> type[H11
 
     class Bounded(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
+        _reader_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -48,11 +50,13 @@ def bounded_protocol(limits: Limits, refused: Callable[[str], None]) -> type[H11
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            if self._reader_timer is not None:
+                self._reader_timer.cancel()
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self.loop.call_later(limits.write_seconds, self._abort_unread, self.transport.get_write_buffer_size())
+            self._watch_reader()
 
         def send_400_response(self, msg: str) -> None:
             """Called while the parser's error is being handled; answers what that error says."""
@@ -87,11 +91,26 @@ def bounded_protocol(limits: Limits, refused: Callable[[str], None]) -> type[H11
                 self._say(408, f"the request's head did not come within {limits.head_seconds:g} s")
             self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reader()
+
+        def _watch_reader(self) -> None:
+            if self._reader_timer is None:
+                unsent = self.transport.get_write_buffer_size()
+                self._reader_timer = self.loop.call_later(limits.write_seconds, self._abort_unread, unsent)
+
         def _abort_unread(self, unsent: int) -> None:
-            """Drop a client that has taken nothing of its answer all this time."""
-            if unsent and self.transport.get_write_buffer_size() >= unsent:
+            """Drop a client that has taken next to nothing of its answers all this time; else look again later."""
+            self._reader_timer = None
+            left = self.transport.get_write_buffer_size()
+            if not left:
+                return
+            if left > unsent - _LEAST:
                 refused("slow_client")
                 self.transport.abort()
+            else:
+                self._watch_reader()
 
         def _say(self, status: int, sentence: str) -> None:
             body = json.dumps({"error": sentence}).encode()

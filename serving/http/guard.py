@@ -23,6 +23,8 @@ from mdps.serving.http.refusals import Refusal
 from mdps.serving.http.service import NOTES, Service
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+# Other pages may not even show a picture of this one as an image of theirs.
+_ALWAYS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _ROUTING = {404: "there is nothing at this path", 405: "this path takes another method"}
 _QUIET = {"live", "ready", "model_ready", "metrics", "recent", "picture"}  # asked every second: logged on failure only
@@ -45,7 +47,7 @@ class Guard:
         name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
         started, scope[NOTES] = time.perf_counter(), {}
         scope["app"] = self  # what the router needs to see to raise HTTPException and not answer by itself
-        answered = _Answered(send, {"x-request-id": name, "x-content-type-options": "nosniff"}, self._service)
+        answered = _Answered(send, {"x-request-id": name, **_ALWAYS}, self._service)
         await self._answer(scope, headers, Incoming(scope, receive), answered)
         self._report(scope, answered.status, name, time.perf_counter() - started)
 
@@ -82,6 +84,9 @@ class Guard:
             raise Refusal(431, "bad_request", "the request's head is too large", close=True)
         if scope["http_version"] not in ("1.0", "1.1"):
             raise Refusal(400, "bad_request", "this server speaks HTTP/1.1", close=True)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy in front might believe the other one, and take a part of this body for the next request.
+            raise Refusal(400, "bad_request", "a body has a length or comes in chunks, not both", close=True)
         self._check_token(scope, headers)
         self._check_browser(scope, headers)
 

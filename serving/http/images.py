@@ -16,6 +16,12 @@ FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM")
 """What cameras and browsers send. Pillow knows many more, some of which start other programs."""
 
 
+# Each scan goes over all pixels again, and takes a few bytes where it says that there is nothing new in them.
+_SCAN, _MOST_SCANS = b"\xff\xda", 64
+# Pillow reads these number by number.
+_WRITTEN_OUT, _MOST_DIGITS = (b"P1", b"P2", b"P3"), 2**20
+
+
 def open_image(data: bytes, max_pixels: int) -> Image.Image:
     """An image that is not decoded yet. Refusal 413 for more than `max_pixels`, 400 for what is no one image."""
     if not data:
@@ -29,6 +35,10 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     except Exception as error:  # decoders raise nearly every type on a damaged file
         raise _bad(f"this is no {', '.join(FORMATS)} image, or a damaged one") from error
     check_pixels(image.size, max_pixels)
+    if image.format in ("JPEG", "MPO") and data.count(_SCAN) > _MOST_SCANS:
+        raise _bad(f"the JPEG has more than {_MOST_SCANS} scans")
+    if image.format == "PPM" and data[:2] in _WRITTEN_OUT and len(data) > _MOST_DIGITS:
+        raise _bad(f"a PPM written out in digits should have at most {_MOST_DIGITS} bytes: save it as a binary one")
     try:
         check_single(image, "the image")
     except ImageError as error:

@@ -54,7 +54,7 @@ class Inspecting:
             is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
             return open_image(file_of_form(request.headers, body) if is_form else body, pixels)
 
-        judged = await here.model.judge(lambda preprocessing: observe(picture(), preprocessing))
+        judged = await here.model.judge(lambda preprocessing: observe(picture(), preprocessing), here.deadline)
         begun, kind = time.perf_counter(), self._map(request)
         shown = None if kind == "none" else await service.on_thread(lambda: _encoded(here.model, judged.result, kind))
         times = here.finish(service, judged, time.perf_counter() - begun)

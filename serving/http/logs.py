@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 LOGGER = logging.getLogger("mdps.serve")
 _WAITING = 10_000  # lines; more are dropped and counted
@@ -59,26 +59,34 @@ class _Dropping(logging.handlers.QueueHandler):
             self._on_drop()
 
 
-class _Descriptor(logging.Handler):
-    """Writes past Python's buffers, whose locks would keep a process from ending while its reader stands still."""
+class _Descriptor:
+    """Writes past Python's buffers, whose locks would keep a process from ending while its reader stands still.
+
+    So would the lock of a `logging.Handler`, which `logging` takes at exit.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
+        self._descriptor, self._lines = descriptor, JsonLines()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> None:
         """Write the line; a reader that has left is no reason to stop serving."""
         with suppress(OSError):
-            os.write(self._descriptor, (self.format(record) + "\n").encode())
+            os.write(self._descriptor, (self._lines.format(record) + "\n").encode())
+
+
+class _Listener(logging.handlers.QueueListener):
+    """Its end waits its turn, where the queue is full."""
+
+    def enqueue_sentinel(self) -> None:
+        """Called by `stop`."""
+        self.queue.put(None)  # type: ignore[arg-type]
 
 
 @contextmanager
 def logging_to_stderr(on_drop: Callable[[], None]) -> Iterator[None]:
     """Log this server's events, and what uvicorn warns of, as JSON lines until the block ends."""
-    target = _Descriptor(sys.stderr.fileno())
-    target.setFormatter(JsonLines())
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING)
-    listener = logging.handlers.QueueListener(lines, target)
+    listener = _Listener(lines, cast(logging.Handler, _Descriptor(sys.stderr.fileno())))
     handler = _Dropping(lines, on_drop)
     loggers = {LOGGER: logging.INFO} | {logging.getLogger(name): logging.ERROR for name in ("uvicorn.error", "asyncio")}
     for logger, level in loggers.items():

@@ -77,7 +77,6 @@ class Model:
         self._limit = options.limits.queue
         self._accepted = self._preparing = 0
         self._reloading = asyncio.Lock()
-        self._seconds = 0.0  # of an image, lately
         self._worker = Worker(
             name, max_batch=options.batch, max_wait=options.batch_wait, coming=lambda: self._preparing
         )
@@ -110,24 +109,38 @@ class Model:
         """Requests accepted and not yet answered."""
         return self._accepted
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """A place among the accepted requests. Refusal 503 at once where there is none."""
+    def check_room(self, deadline: float) -> None:
+        """Refusal 503 where a request that must be answered by then (the loop's time) has no place or no chance.
+
+        A model that nobody waits for takes every request: only by judging does it learn how long that takes.
+        """
         if not self.ready:
             raise Refusal(503, "not_ready", f"{self.name} does not answer any more: restart the server")
-        if self._accepted >= self._limit:
-            wait = max(1, math.ceil(self._accepted * self._seconds))
+        waiting = self._accepted
+        wait, left = waiting * self._worker.seconds, deadline - asyncio.get_running_loop().time()
+        if waiting >= self._limit or (waiting and wait + self._worker.seconds > left):
+            late = "" if waiting >= self._limit else ", too many for this request's deadline"
             raise Refusal(
-                503, "queue_full", f"{self.name} has {self._accepted} requests waiting: try again", retry_after=wait
+                503,
+                "queue_full",
+                f"{self.name} has {waiting} requests waiting{late}: try again",
+                retry_after=max(1, math.ceil(wait)),
             )
+
+    @contextmanager
+    def admitted(self, deadline: float) -> Iterator[None]:
+        """A place among the accepted requests, or the refusal of `check_room` at once."""
+        self.check_room(deadline)
         self._accepted += 1
         try:
             yield
         finally:
             self._accepted -= 1
 
-    async def judge(self, prepare: Prepare) -> Judged:
+    async def judge(self, prepare: Prepare, deadline: float) -> Judged:
         """Judge what `prepare` makes on a thread of the pool; cancelling drops work that has not begun.
+
+        Nobody waits after `deadline` (the loop's time).
 
         Raises Refusal 400 for the picture, 500 for the engine.
         """
@@ -137,7 +150,7 @@ class Model:
         try:
             observation = await self._prepare(prepare, loaded.detector.preprocessing)
             queued = time.perf_counter()
-            item = self._worker.submit(loaded.detector, observation)
+            item = self._worker.submit(loaded.detector, observation, deadline)
             judgement = await self._outcome(item)
         finally:
             loaded.users -= 1
@@ -169,8 +182,6 @@ class Model:
             item.drop()
 
     def _measured(self, judgement: Judgement, *, prepared: float, waited: float) -> Judged:
-        seconds = (judgement.ended - judgement.begun) / judgement.images
-        self._seconds = 0.9 * self._seconds + 0.1 * seconds if self._seconds else seconds
         times = judgement.result.times
         stages = {"prepare": prepared, "queue": waited}
         stages |= {name: times[name] / 1000 for name in ("first_pass", "masked_pass", "score")}

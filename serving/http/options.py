@@ -1,6 +1,7 @@
 """What the server is told: where to listen, who may ask, and how much it takes on."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,11 @@ class Limits:
     idle_seconds: float = 30.0
     write_seconds: float = 10.0
 
+    @property
+    def all_bodies_bytes(self) -> int:
+        """Bodies that may be held at once, of all requests together: as many of the largest as have a place."""
+        return self.queue * self.body_bytes
+
     def __post_init__(self) -> None:
         require(self.deadline > 0, f"the deadline {self.deadline} s should be positive")
         require(self.queue >= 1, f"the queue {self.queue} should hold at least one request")
@@ -38,6 +44,8 @@ class Loading:
 
     product: str = "default"
     backend: str = "onnxruntime"
+    provider: str = "cpu"
+    device: str | None = None
     threads: int | None = None
     samples: int | None = None
     early_exit: float | None = None
@@ -62,6 +70,10 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require(self.token != "", "the token is empty: give one of at least 16 characters, or none at all")
+        require(
+            self.token is None or re.fullmatch(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?", self.token) is not None,
+            "the token should be of printable ASCII characters, for a header carries it",
+        )
         require((self.tls_cert is None) == (self.tls_key is None), "--tls-cert and --tls-key belong together")
         require(self.batch >= 1, f"a batch of {self.batch} should be at least 1")
 

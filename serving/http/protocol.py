@@ -77,8 +77,9 @@ class Protocol:
         length, pixels = here.request.headers.get(_HEADER_LENGTH), service.options.limits.pixels
         asked = await service.on_thread(lambda: tensors.parse(body, length, max_pixels=pixels, outputs=known))
         parsing = time.perf_counter() - begun
-        async with asyncio.timeout_at(here.after(asked.timeout)):
-            judged = await here.model.judge(lambda preprocessing: observe(asked.picture, preprocessing))
+        deadline = here.deadline if asked.timeout is None else min(here.deadline, here.came + asked.timeout)
+        async with asyncio.timeout_at(deadline):
+            judged = await here.model.judge(lambda preprocessing: observe(asked.picture, preprocessing), deadline)
         judged.stages["prepare"] += parsing
         begun = time.perf_counter()
         name, version = here.model.name, here.model.version

@@ -39,7 +39,7 @@ class Served:
 
 
 def run(bundles: Sequence[Served], options: ServerOptions) -> None:
-    """Serve until SIGTERM or SIGINT, which this process ignores afterwards: it should end.
+    """Serve until SIGTERM, SIGINT or SIGHUP, which this process ignores afterwards: it should end.
 
     Raises UsageError before anything is served: bundles, port, certificates.
     """
@@ -124,6 +124,7 @@ def _config(service: Service) -> uvicorn.Config:
         h11_max_incomplete_event_size=limits.head_bytes,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
+        ssl_keyfile_password="none is known",  # or an encrypted key would be asked for on the terminal
     )
     try:
         config.load()
@@ -140,8 +141,12 @@ class _Server(uvicorn.Server):
         self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
-        await super().startup(sockets)
+        """Listen, and say where. UsageError where another program began to listen there meanwhile."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            options = self._service.options
+            raise UsageError(f"port {options.port} of {options.host}: {error.strerror}") from error
         for bound in sockets or []:
             host, port = bound.getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
@@ -159,7 +164,10 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, without raising the signal again at the end: a stop that was asked for is no failure."""
-        caught = (signal.SIGINT, signal.SIGTERM)
+        caught = [signal.SIGINT, signal.SIGTERM]
+        hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+        if hang_up is not None and signal.getsignal(hang_up) == signal.SIG_DFL:  # nohup ignores it
+            caught.append(hang_up)  # the terminal was closed: a stop like any other
         for number in caught:
             signal.signal(number, self.handle_exit)
         yield

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mdps.serving.http.bodies import read_body
+from mdps.serving.http.bodies import Bodies, Share, read_body
 from mdps.serving.http.live import Live
 from mdps.serving.http.metrics import Metrics
 from mdps.serving.http.model import Judged, Model
@@ -32,6 +32,9 @@ class Service:
     models: dict[str, Model] = field(default_factory=dict)
     live: dict[str, Live] = field(default_factory=dict)
     draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.options.limits.all_bodies_bytes)
 
     @property
     def ready(self) -> bool:
@@ -65,10 +68,6 @@ class Visit:
     deadline: float
     read: float = 0.0
 
-    def after(self, seconds: float | None) -> float | None:
-        """The loop's time so long after the request came; None for never."""
-        return None if seconds is None else self.came + seconds
-
     def finish(self, service: Service, judged: Judged, answer_seconds: float) -> dict[str, float]:
         """Report a judged request to the metrics and the log; its times in ms, as clients are told them."""
         total = time.perf_counter() - self.started
@@ -93,14 +92,18 @@ async def visit(
 ) -> Response:
     """Admit a request, read its body, do `work` on it; all before its deadline and while its client is there.
 
+    A request has its place in the queue from the moment its body is here: slow clients must not fill it.
+
     Raises Refusal 503 at once where the queue is full, 408 for a slow body, 504 at the deadline.
     """
     seconds = _deadline(request, service.options.limits.deadline)
     now = asyncio.get_running_loop().time()
     here = Visit(request, model, time.perf_counter(), now, now + seconds)
-    with model.admitted():
-        body = await _body(service, here)
-        return await _before_deadline(here, work(here, body))
+    model.check_room(here.deadline)
+    with service.bodies.share() as share:
+        body = await _body(service, here, share)
+        with model.admitted(here.deadline):
+            return await _before_deadline(here, work(here, body))
 
 
 def _deadline(request: Request, longest: float) -> float:
@@ -117,10 +120,10 @@ def _deadline(request: Request, longest: float) -> float:
     return min(seconds, longest)
 
 
-async def _body(service: Service, here: Visit) -> bytes:
+async def _body(service: Service, here: Visit, share: Share) -> bytes:
     try:
         async with asyncio.timeout_at(here.deadline):
-            body = await read_body(here.request, service.options.limits.body_bytes)
+            body = await read_body(here.request, service.options.limits.body_bytes, share)
     except TimeoutError:
         raise Refusal(408, "slow_client", "the body did not come before the deadline", close=True) from None
     here.read = time.perf_counter() - here.started

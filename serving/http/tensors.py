@@ -24,6 +24,7 @@ from mdps.serving.http.refusals import bad_request
 
 INPUT = "image"
 _MAX_ID = 256  # characters
+_MOST_OBJECTS, _MOST_KEYS = 100, 1000
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes | None]
 
 
 def _json(text: bytes) -> Any:
+    lists, commas = text.count(b"["), text.count(b",")
+    # Made of these, 16 MB of text become a gigabyte of objects. A picture's nested lists hold two numbers or more each.
+    if text.count(b"{") > _MOST_OBJECTS or text.count(b":") > _MOST_KEYS or 3 * lists > 2 * commas + _MOST_KEYS:
+        raise bad_request("the JSON has more objects, keys or empty lists than any request of the protocol")
     try:
         return json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except RecursionError:

@@ -1,6 +1,7 @@
 """One thread a model: it alone runs the engine, on batches of whatever waits."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,10 +34,14 @@ class Judgement:
 
 @dataclass(eq=False)
 class Item:
-    """An observation [3, H, W] that waits; without it (`drop`) there is nothing to do."""
+    """An observation [3, H, W] that waits; without it (`drop`) there is nothing to do.
+
+    `until` (`time.monotonic`) is when nobody waits for its result any more.
+    """
 
     engine: Engine
     observation: NDArray[np.float32] | None
+    until: float
     future: "asyncio.Future[Judgement]" = field(repr=False)
 
     def drop(self) -> None:
@@ -49,7 +54,8 @@ class Worker:
 
     A batch is what waits when the engine becomes free, at most `max_batch`. While others are on their way (`coming`
     says how many), it waits up to `max_wait` seconds for them, and never where nobody comes: one client alone loses
-    no time.
+    no time. It holds no more images than are judged before the first of them is too late: on a slow engine whole
+    batches would come too late for all.
     """
 
     def __init__(self, name: str, *, max_batch: int, max_wait: float, coming: Callable[[], int]) -> None:
@@ -57,6 +63,7 @@ class Worker:
         self._held: Item | None = None
         self._stopping = False
         self._max_batch, self._max_wait, self._coming = max_batch, max_wait, coming
+        self._seconds = 0.0
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name=f"mdps-{name}", daemon=True)
         self._thread.start()
@@ -66,9 +73,14 @@ class Worker:
         """Whether the thread runs; without it nothing is ever answered."""
         return self._thread.is_alive()
 
-    def submit(self, engine: Engine, observation: NDArray[np.float32]) -> Item:
+    @property
+    def seconds(self) -> float:
+        """How long an image takes, lately; 0 before the first."""
+        return self._seconds
+
+    def submit(self, engine: Engine, observation: NDArray[np.float32], until: float = math.inf) -> Item:
         """Queue an observation; await the item's future for what came of it."""
-        item = Item(engine, observation, self._loop.create_future())
+        item = Item(engine, observation, until, self._loop.create_future())
         self._queue.put(item)
         return item
 
@@ -92,11 +104,15 @@ class Worker:
             item = self._next(until)
             if item is None:
                 break
-            if item.engine is not batch[0].engine:  # the model was reloaded in between
+            is_other = item.engine is not batch[0].engine  # the model was reloaded in between
+            if is_other or not self._is_in_time([*batch, item]):
                 self._held = item
                 break
             batch.append(item)
         return batch
+
+    def _is_in_time(self, batch: Sequence[Item]) -> bool:
+        return time.monotonic() + len(batch) * self._seconds <= min(item.until for item in batch)
 
     def _next(self, until: float | None) -> Item | None:
         """The next item; None where none comes in time, or any more."""
@@ -130,6 +146,8 @@ class Worker:
             self._deliver([(items[0], error)])
             return
         ended = time.perf_counter()
+        seconds = (ended - begun) / len(items)
+        self._seconds = 0.9 * self._seconds + 0.1 * seconds if self._seconds else seconds
         self._deliver(
             [(item, Judgement(result, begun, ended, len(items))) for item, result in zip(items, results, strict=True)]
         )
