@@ -18,7 +18,9 @@ from mdps.serving.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
+    DEVICE,
     PRODUCT,
+    PROVIDER,
     SAMPLES,
     THREADS,
     TRACEBACK,
@@ -69,6 +71,8 @@ Examples:
 @PRODUCT
 @THREADS
 @BACKEND
+@PROVIDER
+@DEVICE
 @AS_JSON
 @TRACEBACK
 def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:

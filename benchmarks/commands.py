@@ -15,8 +15,10 @@ from mdps.serving.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
+    DEVICE,
     EARLY_EXIT,
     PRODUCT,
+    PROVIDER,
     SAMPLES,
     THREADS,
     TRACEBACK,
@@ -70,6 +72,8 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @EARLY_EXIT
 @THREADS
 @BACKEND
+@PROVIDER
+@DEVICE
 @PRODUCT
 @AS_JSON
 @TRACEBACK

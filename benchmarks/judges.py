@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from mdps.benchmarks.looks import Box, Look
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
-from mdps.runtime.loading import choose_backend, open_pipeline, override
+from mdps.runtime.loading import choose_backend, open_inspector, override, placed
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
@@ -51,6 +51,8 @@ class BundleJudge:
         changes: Changes | None = None,
         product: str = "default",
         backend: str = "onnxruntime",
+        provider: str = "cpu",
+        device: str | None = None,
         threads: int | None = None,
         samples: int | None = None,
         early_exit: float | None = None,
@@ -70,17 +72,21 @@ class BundleJudge:
         self._uses_test_set = self.settings.mask.range == "dataset"
         if self._uses_test_set:
             self._notes = (*self._notes, _USES_TEST_SET)
-        self._detector = self._open(calibration, backend, threads, max(8, batch))
+        where = {"provider": provider, "max_batch": max(8, batch)}
+        self._detector = self._open(calibration, backend, device, threads, where)
         self._detector.mask_range = frozen
 
-    def _open(self, calibration: Calibration | None, backend: str, threads: int | None, most: int) -> "_RangedDetector":
-        chosen = choose_backend(
-            self._bundle, self.manifest, self.settings, backend=backend, threads=threads, max_batch=most
-        )
+    def _open(
+        self, calibration: Calibration | None, backend: str, device: str | None, threads: int | None, where: Any
+    ) -> "_RangedDetector":
+        these = (self._bundle, self.manifest, self.settings)
+        chosen = choose_backend(*these, backend=backend, threads=threads, **where)
+        placement = placed(*these, backend=chosen, device=device, **where)
         with ExitStack() as opened:
-            pipeline = open_pipeline(
-                self._bundle, self.manifest, self.settings, opened, backend=chosen, threads=threads, max_batch=most
-            )
+            ordinal = placement.ordinal if placement else 0
+            pipeline = open_inspector(
+                *these, opened, backend=chosen, threads=threads, device=ordinal, **where
+            )  # fmt: skip
             detector = _RangedDetector(self.manifest, pipeline, calibration, product=self._product, backend=chosen)
             detector.warm_up()
             opened.pop_all()  # only a failure above closes what was opened

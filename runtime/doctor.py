@@ -3,12 +3,12 @@
 import importlib.util
 import os
 import platform
-import subprocess
 import warnings
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
+from mdps.runtime.cards import MIB, Card, cards
 from mdps.runtime.threads import available_cpus
 from mdps.runtime.versions import installed
 
@@ -60,7 +60,7 @@ class Diagnosis:
     system: str
     cpus: int
     cpus_of_host: int
-    gpus: tuple[str, ...]
+    cards: tuple[Card, ...]
     versions: dict[str, str]
     providers: tuple[ProviderCheck, ...]
     problems: tuple[str, ...]
@@ -86,7 +86,7 @@ def diagnose() -> Diagnosis:
         system=f"{platform.system()} {platform.machine()}",
         cpus=available_cpus(),
         cpus_of_host=os.cpu_count() or 1,
-        gpus=gpus(),
+        cards=cards(),
         versions=versions,
         providers=providers,
         problems=tuple(problems),
@@ -163,10 +163,7 @@ def _try_openvino() -> tuple[ProviderCheck, ...]:
 
 
 def gpus() -> tuple[str, ...]:
-    """One line a GPU, as nvidia-smi gives it; none where there is no such tool or it fails."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+    """One line a card: name, driver, memory, and last its compute capability."""
+    return tuple(
+        f"{card.name}, {card.driver}, {(card.total or 0) // MIB} MiB, {card.compute_capability}" for card in cards()
+    )

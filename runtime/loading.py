@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
@@ -18,6 +18,9 @@ from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
+
+if TYPE_CHECKING:
+    from mdps.runtime.placement import Placement
 
 
 def load(
@@ -64,13 +67,9 @@ def load(
     chosen = choose_backend(
         path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
     )
-    placement = None
-    if device is not None or chosen in PLAN_BACKENDS or provider in ON_CARDS:
-        from mdps.runtime.placement import place
-
-        placement = place(
-            path, manifest, settings, backend=chosen, provider=provider, device=device, max_batch=max_batch
-        )  # fmt: skip
+    placement = placed(
+        path, manifest, settings, backend=chosen, provider=provider, device=device, max_batch=max_batch
+    )  # fmt: skip
     with ExitStack() as opened:
         pipeline = open_inspector(
             path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch,
@@ -83,6 +82,24 @@ def load(
             placement.loaded()
         opened.pop_all()  # only a failure above closes what was opened
     return detector
+
+
+def placed(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    *,
+    backend: str,
+    provider: str = "cpu",
+    device: str | int | None = None,
+    max_batch: int = 8,
+) -> "Placement | None":
+    """The card for a bundle, with room for it; None where none computes. Raises as `load`."""
+    if device is None and backend not in PLAN_BACKENDS and provider not in ON_CARDS:
+        return None
+    from mdps.runtime.placement import place
+
+    return place(path, manifest, settings, backend=backend, provider=provider, device=device, max_batch=max_batch)
 
 
 def open_inspector(

@@ -6,7 +6,18 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, BACKEND, BUNDLE, EARLY_EXIT, PRODUCT, SAMPLES, THREADS, TRACEBACK
+from mdps.serving.options import (
+    AS_JSON,
+    BACKEND,
+    BUNDLE,
+    DEVICE,
+    EARLY_EXIT,
+    PRODUCT,
+    PROVIDER,
+    SAMPLES,
+    THREADS,
+    TRACEBACK,
+)
 from mdps.serving.terminal import SOME_FAILED, spoken_warnings
 
 
@@ -15,6 +26,7 @@ from mdps.serving.terminal import SOME_FAILED, spoken_warnings
 Examples:
   mdps predict bundle photo.png --out results
   mdps predict bundle line1/ line2/ --out results --batch 8
+  mdps predict bundle line/ --out results --provider cuda --device 1
   mdps predict bundle line/ --out results --json | jq 'select(.verdict == "fail")'
 \b
 Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
@@ -30,6 +42,8 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
 @THREADS
 @BACKEND
+@PROVIDER
+@DEVICE
 @PRODUCT
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK

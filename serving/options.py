@@ -20,6 +20,16 @@ BACKEND = click.option(
     help="What computes; auto measures once which is faster on this CPU, and remembers. tensorrt and tensorrt-rtx run "
     "the bundle's engine plans on an NVIDIA card.",
 )
+PROVIDER = click.option(
+    "--provider",
+    type=click.Choice(["cpu", "cuda", "tensorrt"]),
+    default="cpu",
+    show_default=True,
+    help="Where onnxruntime computes; cuda and tensorrt need an NVIDIA card.",
+)
+DEVICE = click.option(
+    "--device", help="Card to compute on: its index as nvidia-smi shows it, or its UUID [default: CUDA's first]."
+)
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."
 )
@@ -212,7 +222,8 @@ def bench_choices(command: Command) -> Command:
             "--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Runs before, after the first."
         ),
         click.option(
-            "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where all run."
+            "--device", default="cpu", show_default=True,
+            help="Where all run: cpu, cuda, or a card's index as nvidia-smi shows it, or its UUID.",
         ),
         click.option("--good", type=path, help="Good parts for the peers' memory [default: made-up images]."),
         click.option(

@@ -64,6 +64,8 @@ def calibrate_folder(
     samples: int | None = None,
     threads: int | None = None,
     backend: str = "onnxruntime",
+    provider: str = "cpu",
+    device: str | None = None,
 ) -> Calibration:
     """Calibrates `product` on all images of the folder `good` and stores the result in the bundle's manifest.
 
@@ -79,6 +81,8 @@ def calibrate_folder(
         samples=samples,
         threads=threads,
         backend=backend,
+        provider=provider,
+        device=device,
         early_exit=0.0,
         calibrated=False,
         warm_up=False,

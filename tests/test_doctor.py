@@ -1,8 +1,8 @@
 """The doctor believes no list: providers are tried, wheels counted, faults named."""
 
 import importlib.metadata
-import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from mdps.runtime import doctor
+from mdps.runtime.cards import Card
 
 
 class FakeSession:
@@ -98,13 +99,10 @@ def test_a_missing_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'mdps[cpu]'" in diagnosis.problems[0]
 
 
-def test_gpus_are_what_nvidia_smi_says_and_none_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = SimpleNamespace(stdout="NVIDIA H100, 580.1, 81559 MiB, 9.0\n\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
-    assert doctor.diagnose().gpus == ("NVIDIA H100, 580.1, 81559 MiB, 9.0",)
-
-    def missing(*args: object, **kwargs: object) -> None:
-        raise FileNotFoundError("nvidia-smi")
-
-    monkeypatch.setattr(subprocess, "run", missing)
-    assert doctor.diagnose().gpus == ()
+def test_cards_are_listed_with_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(0, "GPU-1", "NVIDIA H100", "9.0", 80 * 10**9, 85_520_809_984, "580.1")
+    monkeypatch.setattr(doctor, "cards", lambda: (card,))
+    assert doctor.diagnose().to_json()["cards"] == (asdict(card),)
+    assert doctor.gpus() == ("NVIDIA H100, 580.1, 81559 MiB, 9.0",)
+    monkeypatch.setattr(doctor, "cards", tuple)
+    assert doctor.diagnose().cards == ()

@@ -128,7 +128,7 @@ def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measureme
 
 
 def where(device: str) -> tuple[str, str | None]:
-    """"cpu" or "cuda", and the UUID of the card where `device` names one; UsageError where there is no such card."""
+    """Where torch computes, and the UUID of the card where `device` names one; UsageError where there is none such."""
     if device in ("cpu", "cuda"):
         return device, None
     return "cuda", find(device, cards()).uuid
