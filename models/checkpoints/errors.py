@@ -7,6 +7,8 @@ from pathlib import Path
 
 from mdps.runtime.errors import UsageError
 
+_LONGEST = 400
+
 
 class CheckpointError(UsageError):
     """A checkpoint that cannot be read, is of an unknown kind, or leaves something open."""
@@ -26,4 +28,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from None
+        sentence = " ".join(str(error).split())  # may quote names of the file, of any length
+        if len(sentence) > _LONGEST:
+            sentence = f"{sentence[: _LONGEST // 2]} ... {sentence[-_LONGEST // 2 :]}"
+        raise CheckpointError(f"{path} {sentence}") from None

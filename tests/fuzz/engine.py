@@ -5,6 +5,7 @@ a busy machine changes nothing.
 """
 
 import base64
+import copy
 import json
 import mmap
 import multiprocessing
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -33,6 +35,7 @@ SECONDS = 20.0
 """CPU time of one input; the longest that is refused takes less than one second."""
 SPACE, RESIDENT = 3 * 2**30, 512 * 2**20
 """Address space a child may add, and resident memory one input may."""
+_BETWEEN = 120.0  # seconds between two lines about how far it is
 _STUCK = 1800.0  # seconds of the wall clock without a new input
 _SHARED = 64 * 2**20
 _TRACED = 0.5  # share of the inputs whose lines are looked at
@@ -150,9 +153,9 @@ def fuzz(target: Target, seed: int, *, cpu_seconds: float, cases: int | None, sa
             target=_child, args=(target, seed * 1000 + number, shared, left)
         )
         child.start()
-        stuck = _wait(child, shared)
+        stuck = _wait(child, shared, partial(_tell, report, shared, say))
         state = _read(shared)
-        _merge(report, state)
+        report = _merged(report, state)
         if child.exitcode != 0:
             died = "hangs without using CPU time" if stuck else _name(child.exitcode)
             report.add(died, died, state["case"])
@@ -163,13 +166,22 @@ def fuzz(target: Target, seed: int, *, cpu_seconds: float, cases: int | None, sa
     return report
 
 
-def _wait(child: Any, shared: mmap.mmap) -> bool:
+def _tell(report: Report, shared: mmap.mmap, say: Callable[[str], None]) -> None:
+    with suppress(pickle.UnpicklingError, EOFError):  # the child writes at this moment
+        say(str(_merged(report, _read(shared))))
+
+
+def _wait(child: Any, shared: mmap.mmap, tell: Callable[[], None]) -> bool:
     seen, since = -1, time.monotonic()
+    told = since
     while child.is_alive():
         child.join(2)
         count = int.from_bytes(shared[:8], "little")
         if count != seen:
             seen, since = count, time.monotonic()
+            if since - told > _BETWEEN:
+                told = since
+                tell()
         elif time.monotonic() - since > _STUCK:
             child.kill()
             child.join()
@@ -184,8 +196,8 @@ def _name(exitcode: int | None) -> str:
     return f"ends the process with exit code {exitcode}"
 
 
-def _merge(report: Report, state: dict[str, Any]) -> None:
-    part: Report = state["report"]
+def _merged(before: Report, state: dict[str, Any]) -> Report:
+    report, part = copy.deepcopy(before), state["report"]
     report.cases += part.cases
     report.refused += part.refused
     report.cpu += part.cpu
@@ -194,6 +206,7 @@ def _merge(report: Report, state: dict[str, Any]) -> None:
     for key, finding in part.findings.items():
         known = report.findings.setdefault(key, Finding(finding.what, finding.case, 0))
         known.times += finding.times
+    return report
 
 
 def _write(shared: mmap.mmap, report: Report, case: Case, progress: int) -> None:
