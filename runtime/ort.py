@@ -136,11 +136,16 @@ class OrtSession:
         return self._open_session().io_binding()
 
     def run_bound(self, binding: Any, number: int) -> None:
-        """Run with a binding; its recording, where runs are recorded, goes by `number`. BackendError."""
+        """Run with a binding; its recording, where runs are recorded, goes by `number`. BackendError.
+
+        On a stream of the caller's this asks for the work, and the caller waits for it.
+        """
         options = None
-        if self.card is not None and self.card.graph:
+        if self.card is not None and self.card.stream is not None:
             options = _library().RunOptions()
-            options.add_run_config_entry("gpu_graph_id", str(number))
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            if self.card.graph:
+                options.add_run_config_entry("gpu_graph_id", str(number))
         with self._failing():
             self._open_session().run_with_iobinding(binding, options)
 

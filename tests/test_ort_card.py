@@ -72,8 +72,8 @@ class FakeLibrary:
             def io_binding(self):
                 return FakeBinding(library.calls)
 
-            def run_with_iobinding(self, binding):
-                library.calls.append("run")
+            def run_with_iobinding(self, binding, options=None):
+                library.calls.append("run" if options is None else dict(options.entries))
 
         if tells:
 
@@ -89,6 +89,10 @@ class FakeLibrary:
 
     def get_available_providers(self):
         return [*NAMES.values(), "CPUExecutionProvider"]
+
+    def RunOptions(self):  # noqa: N802 - the library's name
+        entries = {}
+        return SimpleNamespace(entries=entries, add_run_config_entry=entries.__setitem__)
 
     def SessionOptions(self):  # noqa: N802 - the library's name
         return SimpleNamespace(add_session_config_entry=self.entries.__setitem__)
@@ -197,6 +201,14 @@ def test_what_is_given_once_goes_to_the_card_once(install, graph):
     bound.run({"x": y}, {"y": x})
     step = [("host", "x"), ("out", "cpu", "y"), "run"]
     assert library.calls == [("cuda", 1, "observation"), *step, *step]
+
+
+def test_on_the_callers_stream_a_run_waits_for_nothing_and_has_its_graph(install, graph):
+    library, waits_not = install(), {"disable_synchronize_execution_providers": "1"}
+    for card in (OnCard(stream=7, graph=True), OnCard(stream=7), OnCard()):
+        session = OrtSession(graph, "cuda", 1, card)
+        session.run_bound(session.binding(), 3)
+    assert library.calls == [waits_not | {"gpu_graph_id": "3"}, waits_not, "run"]
 
 
 def test_here_the_library_tells_that_the_cpu_computes(tmp_path):
