@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mdps.benchmarks.bench.competitor import Outcome
-from mdps.benchmarks.bench.spec import Spec
+from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.timer import Timer, WallTimer, torch_timer
 from mdps.runtime.manifest import Manifest
 
@@ -25,7 +25,9 @@ class MatrixRate:
         self._product: Callable[[], object]
         try:
             import torch
-        except ImportError:
+        except ImportError as error:
+            if spec.device != "cpu":
+                raise SkippedError("only torch is asked for the rate of a card, and it is not installed") from error
             self._product = lambda: a @ b
             return
         torch.set_num_threads(spec.threads)

@@ -39,4 +39,10 @@ if [ ! -f "$to/installed" ]; then
     : >"$to/installed"
 fi
 
+# Libraries of NVIDIA that came as wheels lie where no loader looks.
+for folder in "$to"/venv/lib/python*/site-packages/nvidia/*/lib; do
+    [ -d "$folder" ] && LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+done
+export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}"
+
 exec "$to/venv/bin/python" -m mdps.benchmarks.gpu_check --work "$to/prepared" --out "$PWD/gpu-check" "$@"
