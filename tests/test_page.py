@@ -230,6 +230,24 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.parametrize("width", [768, 1280])
+def test_nothing_is_cut_off_at_the_width_of(browser, server, line_images, width):
+    for image in line_images[:6]:
+        send(server.url, image)
+    for page in opened(browser, server.url):
+        page.set_viewport_size({"width": width, "height": 1024})
+        page.wait_for_selector("#picture[src^='blob:']")
+        outside = page.evaluate(
+            """width => [...document.querySelectorAll("main *, header *")].filter((element) => {
+                const box = element.getBoundingClientRect();
+                return box.width && (box.left < -1 || box.right > width + 1);
+            }).map((element) => element.id || element.tagName)""",
+            width,
+        )
+        assert outside == []
+        assert page.locator("#verdict-word").bounding_box()["height"] >= 48  # read from a few steps away
+
+
 def test_screenshots(browser, line_bundle, line_images, tmp_path):
     """At desktop and tablet width; for the documentation where MDPS_SCREENSHOTS and its two companions are set."""
     folder = Path(os.environ.get("MDPS_SCREENSHOTS", tmp_path))

@@ -21,17 +21,21 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 
 import uvicorn
 
+from mdps.runtime.detector import Result
 from mdps.runtime.errors import UsageError
+from mdps.runtime.pipeline import check_finite
 from mdps.serving.http.bodies import Bodies
 from mdps.serving.http.connections import bounded_protocol
 from mdps.serving.http.images import open_image
+from mdps.serving.http.live import Live
 from mdps.serving.http.metrics import Metrics
-from mdps.serving.http.model import Model
+from mdps.serving.http.model import Loaded, Model
 from mdps.serving.http.options import Limits, ServerOptions
 from mdps.serving.http.refusals import Refusal
 from mdps.serving.http.server import _Server
 from mdps.serving.http.service import Service
 from mdps.serving.http.tensors import parse
+from mdps.serving.http.worker import Worker
 
 ONE = ("--threads", "1")
 
@@ -192,6 +196,41 @@ def test_a_port_taken_while_the_models_load_is_said():
         other.listen()
         with pytest.raises(UsageError, match=f"port {port} of 127.0.0.1"):
             asyncio.run(main(bound, port))
+
+
+def test_an_image_that_gives_nan_is_a_500_that_is_counted():
+    nothing = np.zeros((3, 4, 4), np.float32)
+
+    class Engine:
+        preprocessing = None
+
+        def judge(self, observations):
+            check_finite(np.full((len(observations), 1, 4, 4), np.nan), np.zeros(len(observations)))
+
+    async def main():
+        model, metrics = object.__new__(Model), Metrics()
+        model.name, model._metrics, model._preparing, model._pool = "line", metrics, 0, None
+        model._current = Loaded(Engine(), None, 0.0)
+        model._worker = Worker("line", max_batch=1, max_wait=0.0, coming=lambda: 0)
+        with pytest.raises(Refusal, match="NaN") as refused:
+            await model.judge(lambda preprocessing: nothing, asyncio.get_running_loop().time() + 60)
+        await asyncio.to_thread(model._worker.stop)
+        assert (refused.value.status, refused.value.kind) == (500, "nan")
+        assert 'mdps_nan_total{model="line"} 1.0' in metrics.text().decode()
+
+    asyncio.run(main())
+
+
+def test_pictures_of_two_models_have_ids_of_their_own(monkeypatch):
+    """The page keeps the pictures it has by id, also when another model is chosen."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    nothing = np.zeros((3, 4, 4), np.float32)
+    result = Result(2.0, 1.0, "fail", nothing[0], nothing[0] > 1, nothing, nothing, {})
+    blue, red = Live(), Live()
+    for _ in range(3):
+        blue.add(result, 1.0)
+        red.add(result, 1.0)
+    assert len({*blue.failures, *red.failures}) == 6
 
 
 def read(text, **more):

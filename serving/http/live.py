@@ -1,5 +1,6 @@
 """What the page shows of a model: recent scores, the newest picture, the last failures. Bounded, and lost at exit."""
 
+import itertools
 import time
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from mdps.runtime.detector import Result
 from mdps.runtime.preprocessing import to_uint8
 
 _SCORES, _FAILURES = 1000, 24
+# For all models, or a page that goes from one to another takes pictures for those it has. Those of another run of the
+# server must not look like this one's to a page that stayed open.
+_IDS = itertools.count(int(time.time() * 1000) % 2**40 * 1000)
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,16 @@ class Live:
         self._scores: deque[Entry] = deque(maxlen=_SCORES)
         self._failures: OrderedDict[int, Seen] = OrderedDict()
         self._newest: tuple[int, Result] | None = None
-        # Ids of another run of the server must not look like this one's to a page that stayed open.
-        self._next = int(time.time() * 1000) % 2**40 * 1000
 
     def add(self, result: Result, ms: float) -> None:
         """Take in one more result."""
-        self._next += 1
+        number = next(_IDS)
         self.counts[result.verdict or "none"] += 1
-        self._scores.append(Entry(self._next, time.time(), result.score, result.verdict, ms))
-        self._newest = (self._next, result)
+        self._scores.append(Entry(number, time.time(), result.score, result.verdict, ms))
+        self._newest = (number, result)
         if result.verdict == "fail":
             # Copies: a result's arrays are views of its whole batch.
-            self._failures[self._next] = Seen(to_uint8(result.observation), result.anomaly_map.copy())
+            self._failures[number] = Seen(to_uint8(result.observation), result.anomaly_map.copy())
             if len(self._failures) > _FAILURES:
                 self._failures.popitem(last=False)
 

@@ -79,7 +79,7 @@ class _Listener(logging.handlers.QueueListener):
 
     def enqueue_sentinel(self) -> None:
         """Called by `stop`."""
-        self.queue.put(None)  # type: ignore[arg-type]
+        cast("queue.Queue[logging.LogRecord | None]", self.queue).put(None)
 
 
 @contextmanager
