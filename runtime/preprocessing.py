@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import ImageError, require
-from mdps.runtime.pictures import describe, read_image
+from mdps.runtime.pictures import MAX_PIXELS, describe, read_image
 from mdps.runtime.records import Record
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Preprocessing(Record):
 
     def __post_init__(self) -> None:
         require(min(self.image_size) >= 1, f"image_size {self.image_size} should be at least 1 x 1")
+        pixels = self.image_size[0] * self.image_size[1]
+        require(pixels <= MAX_PIXELS, f"image_size {self.image_size} has more pixels than any picture that is read")
         require((self.crop == "none") == (self.crop_size is None), "crop_size belongs to crop input or metrics only")
         require(
             self.crop_size is None or 1 <= self.crop_size <= min(self.image_size),

@@ -38,7 +38,7 @@ def _environment():
 _PROGRAM = """
 import os, pathlib, signal
 import engine
-engine.SECONDS = 1.0
+engine.SECONDS, engine.RESIDENT = 1.0, 64 * 2**20
 
 class Evil:
     refusals = (ValueError,)
@@ -51,7 +51,7 @@ class Evil:
         if kind == 1: 1 / 0
         if kind == 2: os.system("true")
         if kind == 3: pathlib.Path("/tmp/outside.txt").write_text("x")
-        if kind == 4: bytearray(700 * 2**20)
+        if kind == 4: bytearray(100 * 2**20)
         if kind == 5:
             while True: pass
         if kind == 6: os.kill(os.getpid(), signal.SIGKILL)

@@ -95,6 +95,11 @@ def test_a_schedule_of_endless_steps_is_refused_before_it_is_built(make):
         make(10**12)
 
 
+def test_an_image_size_beyond_every_picture_is_refused(manifest, tmp_path):
+    manifest["preprocessing"]["image_size"] = [2**31, 2**31]
+    assert "image_size (2147483648, 2147483648)" in refused_manifest(manifest, tmp_path)
+
+
 def test_a_negative_kernel_is_refused(manifest):
     with pytest.raises(BundleError, match="smoothing_kernel"):
         ScoreSettings.from_json(manifest["settings"]["score"] | {"smoothing_kernel": -1})
