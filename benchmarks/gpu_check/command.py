@@ -87,7 +87,7 @@ def gpu_check(
     choice = items.Choice(networks, precisions, (1, samples), threads=threads, matrix_side=matrix_side)
     options = ["--steps", str(steps), "--samples", f"1,{samples}", "--max-batch", str(samples)]
     options += ["--authors-size", str(authors_size)]
-    skipped = []
+    skipped, card = [], None
     if cpu:
         try:
             cards.choose(device)
@@ -99,12 +99,13 @@ def gpu_check(
     else:
         place = cards.choose(device)
         if place.card is not None:
+            card = place.card.uuid
             os.environ["CUDA_VISIBLE_DEVICES"] = place.card.uuid  # of all processes that are started here
             options += ["--compute-capability", place.card.compute_capability]
         wanted = items.on_card(prepared, choice)
     say = partial(click.echo, err=True)
     machine = report.machine_facts() | {"steps": steps, "threads": threads, "minutes": minutes}
-    doer = run.Workshop(prepared, rounds, threads, None, tuple(options))
+    doer = run.Workshop(prepared, rounds, threads, card, tuple(options))
     rows = run.run_check(
         wanted, run.Minutes(minutes * 60), doer,
         lambda found: report.write_report([*found, *skipped], machine, out, finished=False), say,
