@@ -47,7 +47,11 @@ ALSO_SERVING = {
 }
 # A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.
 ALSO_EXPORT = {"benchmarks/reproduce/bundles.py", "benchmarks/bench/remade.py", "benchmarks/trade/precision.py"}
-RUNTIME_MODULES = sorted(path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem != "__init__")
+RUNTIME_MODULES = sorted(
+    ".".join(path.relative_to(ROOT / "runtime").with_suffix("").parts)
+    for path in (ROOT / "runtime").rglob("*.py")
+    if path.stem != "__init__"
+)
 RUNTIME_LIBRARIES = {"numpy", "PIL", "mdps"}
 
 
@@ -106,8 +110,9 @@ def test_the_runtime_uses_numpy_pillow_and_one_engine_library_a_module():
         "doctor": {"onnxruntime", "openvino", "torch"},
         "traced": {"torch"},
         "cards": {"pynvml"},
+        "cuda": {"cuda", "pycuda"},
     }
-    for path in (ROOT / "runtime").glob("*.py"):
+    for path in (ROOT / "runtime").rglob("*.py"):
         libraries = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
         wrong = libraries - RUNTIME_LIBRARIES - engines.get(path.stem, set())
         assert not wrong, f"runtime/{path.name} imports {', '.join(sorted(wrong))}"
