@@ -111,7 +111,14 @@ def measure(bundle: Path, image: bytes, *, threads: int | None = 1, rounds: int 
     wrk = shutil.which("wrk")
     if wrk is None:
         raise MdpsError("the load comes from wrk, which is not installed: apt-get install wrk")
-    options = ("--batch", str(BATCH), *(() if threads is None else ("--threads", str(threads))))
+    # A long deadline: eight clients of a detector of seconds an image would be refused otherwise.
+    options = (
+        "--batch",
+        str(BATCH),
+        "--deadline-ms",
+        "120000",
+        *(() if threads is None else ("--threads", str(threads))),
+    )
     found: list[tuple[Phase, Phase, Phase, Phase]] = []
     with (
         tempfile.NamedTemporaryFile("w", suffix=".lua") as file,
@@ -169,7 +176,17 @@ def _script(image: bytes, detector: Detector) -> str:
 
 
 def _wrk(wrk: str, server: ServerProcess, script: str, clients: int, seconds: float) -> Phase:
-    command = [wrk, "-t1", f"-c{clients}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "-s", script, server.url]
+    command = [
+        wrk,
+        "-t1",
+        f"-c{clients}",
+        f"-d{max(1, round(seconds))}s",
+        "--timeout",
+        "120s",
+        "-s",
+        script,
+        server.url,
+    ]
     used, started = server.processor_seconds(), time.perf_counter()
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used, took = server.processor_seconds() - used, time.perf_counter() - started

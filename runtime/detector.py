@@ -44,6 +44,8 @@ class Result:
 class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
+    `warm_up_seconds` is how long the last image took that `warm_up` ran; 0 before.
+
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
     """
 
@@ -58,6 +60,7 @@ class Detector:
     ) -> None:
         self.manifest, self.calibration, self.product = manifest, calibration, product
         self.preprocessing, self.backend = manifest.preprocessing, backend
+        self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
         self._pipeline: Inspector | None = pipeline
         self._settings, self._engines = pipeline.settings, pipeline.engines
@@ -138,7 +141,9 @@ class Detector:
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""
         grey = np.zeros((1, 3, *self.preprocessing.network_size), dtype=np.float32)
+        started = time.perf_counter()
         self.inspect(grey, mask_range=(0.0, 1.0), early_exit=False)
+        self.warm_up_seconds = time.perf_counter() - started
 
     def close(self) -> None:
         """Free the engines, after a call that is running; a later call is a BackendError."""

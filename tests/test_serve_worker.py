@@ -170,7 +170,7 @@ def test_a_batch_is_no_larger_than_its_first_deadline_allows():
         engine.gate.clear()
         first = worker.submit(engine, observation(1), time.monotonic() + 50)  # too late already, and still alone
         await until(lambda: worker._queue.empty())
-        later = [worker.submit(engine, observation(value), time.monotonic() + 250) for value in (2, 3, 4)]
+        later = [worker.submit(engine, observation(value), time.monotonic() + 180) for value in (2, 3, 4)]
         engine.gate.set()
         return [(await item.future).result.score for item in (first, *later)]
 

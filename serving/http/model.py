@@ -78,7 +78,11 @@ class Model:
         self._accepted = self._preparing = 0
         self._reloading = asyncio.Lock()
         self._worker = Worker(
-            name, max_batch=options.batch, max_wait=options.batch_wait, coming=lambda: self._preparing
+            name,
+            max_batch=options.batch,
+            max_wait=options.batch_wait,
+            coming=lambda: self._preparing,
+            seconds=first.detector.warm_up_seconds,
         )
         metrics.queue.labels(name).set_function(lambda: self._accepted)
         metrics.ready.labels(name).set_function(lambda: self.ready)

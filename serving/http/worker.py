@@ -58,12 +58,14 @@ class Worker:
     batches would come too late for all.
     """
 
-    def __init__(self, name: str, *, max_batch: int, max_wait: float, coming: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, *, max_batch: int, max_wait: float, coming: Callable[[], int], seconds: float = 0.0
+    ) -> None:
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self._held: Item | None = None
         self._stopping = False
         self._max_batch, self._max_wait, self._coming = max_batch, max_wait, coming
-        self._seconds = 0.0
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name=f"mdps-{name}", daemon=True)
         self._thread.start()
@@ -75,7 +77,7 @@ class Worker:
 
     @property
     def seconds(self) -> float:
-        """How long an image takes, lately; 0 before the first."""
+        """How long an image takes, lately; before the first, what the worker was told."""
         return self._seconds
 
     def submit(self, engine: Engine, observation: NDArray[np.float32], until: float = math.inf) -> Item:
@@ -147,7 +149,7 @@ class Worker:
             return
         ended = time.perf_counter()
         seconds = (ended - begun) / len(items)
-        self._seconds = 0.9 * self._seconds + 0.1 * seconds if self._seconds else seconds
+        self._seconds = 0.7 * self._seconds + 0.3 * seconds if self._seconds else seconds
         self._deliver(
             [(item, Judgement(result, begun, ended, len(items))) for item, result in zip(items, results, strict=True)]
         )
