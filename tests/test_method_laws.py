@@ -188,8 +188,11 @@ def ones(count=2):
 
 @given(feeds=steps(), seed=SEEDS, scale=st.floats(0, 300))
 def test_a_blended_step_takes_each_pixel_from_the_free_step_or_from_the_known_one(feeds, seed, scale):
-    mask = masks(2, seed)
+    mask, (a, b, sigma) = masks(2, seed), (float(feeds[name]) for name in ("alpha_t", "alpha_s", "sigma_t"))
     free, known = (step(feeds, m, guidance=scale)["x_s"] for m in (ones(), 0 * ones()))
+    eps = (feeds["x_t"] - math.sqrt(a) * feeds["observation"]) / math.sqrt(1 - a)  # leads to the observation
+    wanted = math.sqrt(b) * feeds["observation"] + math.sqrt(max(0, 1 - b - sigma**2)) * eps + sigma * feeds["noise"]
+    np.testing.assert_allclose(known, wanted, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(
         step(feeds, mask, guidance=scale)["x_s"], np.where(mask > 0, free, known), rtol=1e-5, atol=1e-5
     )
