@@ -149,9 +149,9 @@ def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace
 
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
-    options += ["--backend", "auto", "--early-exit", "0.5"]
+    options += ["--backend", "auto", "--early-exit", "0.5", "--provider", "cuda", "--device", "1"]
     expected = {"product": "blue", "threads": 2, "backend": "auto", "samples": 5, "calibrated": False}
-    expected |= {"early_exit": 0.5}
+    expected |= {"early_exit": 0.5, "provider": "cuda", "device": "1"}
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
     assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
 
