@@ -154,6 +154,7 @@ Examples:
 @click.option("--calibrate", "good", type=click.Path(path_type=Path), help="Images of good parts to calibrate on.")
 @FALSE_ALARM_RATE
 @click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
+@click.option("--count-nodes", is_flag=True, help="Count the graphs' nodes, and what torch performs for a guided step.")
 @export_choices
 @plan_choices
 @TRACEBACK

@@ -11,6 +11,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from mdps.export.autograd_count import autograd_operations
 from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
@@ -26,6 +27,7 @@ from mdps.export.step import GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, load_denoiser
+from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.choice import installed
 from mdps.runtime.errors import UsageError, require
@@ -72,6 +74,8 @@ def export_bundle(
         writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
         writer.steps(options.guidance_backend)
         writer.scoring(backbone)
+        if options.count_nodes:
+            writer.count_autograd()
         manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity={})
         say("comparing with the torch oracle")
         parity = _parity(folder, manifest, denoiser, backbone)
@@ -147,6 +151,15 @@ def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Back
         return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants, precision)
 
 
+def _node_table(autograd: dict[str, int], nodes: dict[str, dict[str, int]]) -> str:
+    """How many of each kind, the most frequent first."""
+    rows = {"guided step by autograd in torch": autograd} | nodes
+    return "\n".join(
+        f"{name}: {sum(kinds.values())} nodes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        for name, kinds in rows.items()
+    )
+
+
 def _opened(path: Path, backend: str, stack: ExitStack) -> Session:
     """The graph on the engine it was written for, or on ONNX Runtime where that engine is not installed."""
     session = open_session(path, backend=backend if backend in installed() else "onnxruntime")
@@ -177,6 +190,7 @@ class _Writer:
         self.layers: LayerErrors = {}
         self.graphs: dict[str, GraphEntry] = {}
         self.nodes: dict[str, dict[str, int]] = {}
+        self.autograd: dict[str, int] = {}
 
     def steps(self, backend: str) -> None:
         """The step graphs the passes need; a plain one always where it shares its weights with the guided one."""
@@ -221,6 +235,17 @@ class _Writer:
         module, outputs = Score(features, score).eval(), ["anomaly_map", "anomaly_score", "mask"]
         self._write("score", self._graph(module, inputs, outputs, axes), weights)
 
+    def count_autograd(self) -> None:
+        """What torch performs for the guided step, beside what the graphs have; nothing where no pass is guided."""
+        passes = self.settings.sampler.passes
+        guided = [index for index, one in enumerate(passes) if one.guidance_scale]
+        if not guided:
+            return
+        self.say("counting what torch performs for a guided step")
+        oracle = oracle_of(self.settings, self.denoiser.schedule.betas, guided[0])
+        self.autograd = autograd_operations(self.denoiser.network, oracle, self.preprocessing.network_size)
+        self.say(_node_table(self.autograd, self.nodes))
+
     def manifest(self, name: str, backend: Any, backbone: Backbone | None, parity: dict[str, Any]) -> Manifest:
         report = self.denoiser.report
         hashes = {"backbone_weights_sha256": backbone.weights_sha256 or ""} if backbone else {}
@@ -243,7 +268,9 @@ class _Writer:
             files=hash_files(self.folder),
             graphs=self.graphs,
             versions=versions("torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"),
-            parity={"checks": parity, "nodes": self.nodes} | ({"layers": self.layers} if self.layers else {}),
+            parity={"checks": parity, "nodes": self.nodes}
+            | ({"layers": self.layers} if self.layers else {})
+            | ({"autograd_operations": self.autograd} if self.autograd else {}),
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
             guidance_backend=backend,
         )

@@ -1,8 +1,8 @@
 """The U-Net's forward pass and vector-Jacobian product, written as ordinary forward operations.
 
 `linearize(network, x, timestep)` returns the output and a pullback g -> J^T g (J = d output / d x). Both are plain
-tensor arithmetic, so recording the two gives a graph without autograd: its batch is dynamic, the normalised activations
-are shared by both halves, and no weight gradient is computed. Each rule is tested against autograd.
+tensor arithmetic, so recording the two gives a graph without autograd: its batch is dynamic, both halves share what
+the form of the norms lets them (`norms.py`), and no weight gradient is computed. Each rule is tested against autograd.
 
 The convolutions' type is the blocks' type: with half-precision ones (`precision.in_precision`) activations and
 gradients between them are half too, while norms, softmax and the time embedding compute in float32.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mdps.export.norms import Grouped, Linear, NormForm, Pullback
+from mdps.export.norms import Grouped, Linear, Norm, NormForm, Pullback
 from mdps.models.unet import AttentionBlock, Downsample, ResBlock, TimestepSequential, UNet, Upsample, split_heads
 
 GROUPED = Grouped()
@@ -143,8 +143,8 @@ def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _norm(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
-    """Group norm; `time` is (factor, shift), both [1, C, 1, 1], applied to its result.
+def _norm(form: Norm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
+    """Group norm as `form` writes it; `time` is (factor, shift), both [1, C, 1, 1], applied to its result.
 
     In float32, its parameters too: squares of half-precision values overflow, and their mean loses its last digits.
     """
@@ -157,11 +157,7 @@ def _norm(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor
 
 
 def _norm_silu(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
-    h, norm_pullback = _norm(form, norm, x, time)
-    s = torch.sigmoid(h)
-    y = h * s
-    # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
-    return y, lambda g: norm_pullback(g * (s + y * (1 - s)))
+    return _norm(form.silu, norm, x, time)
 
 
 def _conv(conv: nn.Module, x: Tensor) -> Linear:
@@ -221,7 +217,8 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
     scale = (channels // block.heads) ** -0.5
     q = q * scale  # before the product, whose sums could overflow in half precision
     weights = torch.softmax((q.transpose(-1, -2) @ k).float(), dim=-1).to(x.dtype)
-    attended = v @ weights.transpose(-1, -2)
+    # The weights, the largest matrix of the block, are never the factor that an engine has to turn round or pack.
+    attended = (weights @ v.transpose(-1, -2)).transpose(-1, -2)
     out = flat + proj_weight @ attended.reshape(flat.shape) + _channels(block.proj_out.bias, flat)
 
     def pull(g: Tensor) -> Tensor:
@@ -231,7 +228,7 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
         # The softmax rule needs sum_s dW[t, s] W[t, s], which equals sum_c g[c, t] attended[c, t].
         inner = (g_attended.float() * attended.float()).sum(dim=-2).unsqueeze(-1)
         g_logits = (weights.float() * ((g_attended.transpose(-1, -2) @ v).float() - inner)).to(x.dtype)
-        g_q = (k @ g_logits.transpose(-1, -2)) * scale
+        g_q = (g_logits @ k.transpose(-1, -2)).transpose(-1, -2) * scale
         g_qkv = _join_heads(g_q, q @ g_logits, g_v, block.new_order)
         return (flat_g + norm_pullback(qkv_weight.t() @ g_qkv)).reshape(g.shape)
 

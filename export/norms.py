@@ -1,8 +1,8 @@
 """Two ways to write group normalisation and its pullback; they compute the same, engines differ in which is fast.
 
 `Grouped` reshapes the image to its groups and keeps the normalisation one node, which ONNX Runtime runs in one kernel.
-`ByChannel` takes means of channels and averages them over groups in a small matrix product, so that the image keeps its
-shape: OpenVINO then needs no change of layout between convolutions and fuses the arithmetic.
+`ByChannel` takes means of channels and averages these over groups in small products, so that the image keeps its shape:
+OpenVINO then needs no change of layout between convolutions and fuses the arithmetic.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,17 @@ from torch import Tensor, nn
 
 Pullback = Callable[[Tensor], Tensor]
 Linear = tuple[Tensor, Pullback]
+Norm = Callable[[nn.GroupNorm, Tensor, Tensor, Tensor], Linear]
 
 
 class NormForm(Protocol):
-    """Writes one group norm: x [B, C, ...], gamma and beta broadcastable over it -> (gamma x_hat + beta, pullback)."""
+    """Writes one group norm of x [B, C, ...], with gamma and beta broadcastable over it."""
 
-    def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear: ...
+    def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+        """h = gamma x_hat + beta, and its pullback."""
+
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+        """h sigmoid(h) of the same h, and its pullback."""
 
 
 class Grouped:
@@ -37,29 +42,63 @@ class Grouped:
 
         return x_hat.reshape(x.shape) * gamma + beta, pull
 
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+        h, norm_pullback = self(norm, x, gamma, beta)
+        s = torch.sigmoid(h)
+        y = h * s
+        # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
+        return y, lambda g: norm_pullback(g * (s + y * (1 - s)))
+
 
 class ByChannel:
-    """Means of channels, averaged over their group; no reshape of the image."""
+    """Means of channels, averaged over their group; no reshape of the image.
+
+    Of each normalisation the pullback needs its input alone. What it computes again it writes in another way (with
+    signs turned), so that an engine does not keep the forward pass's values for it: a chain of arithmetic is one kernel
+    there, and reading one image is cheaper than storing and reading three.
+    """
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
-        axes = tuple(range(2, x.dim()))
-        share = torch.full((x.shape[1] // norm.num_groups,) * 2, norm.num_groups / x.shape[1])
-        averaging = torch.kron(torch.eye(norm.num_groups), share).to(x.dtype)
+        stats = _Statistics(norm, x, gamma)
+        return (x - stats.mean) * stats.factor + beta, stats.pull
 
-        def group_mean(image: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-            means = (image.mean(dim=axes, keepdim=True) * weight).reshape(image.shape[0], image.shape[1])
-            averaged: Tensor = means @ averaging
-            return averaged.reshape(-1, *_per_channel(x)[1:])
-
-        centred = x - group_mean(x)
-        rstd = torch.rsqrt(group_mean(centred * centred) + norm.eps)
-        factor = gamma * rstd
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+        stats = _Statistics(norm, x, gamma)
+        h = (x - stats.mean) * stats.factor + beta
 
         def pull(g: Tensor) -> Tensor:
-            inner = group_mean(g * centred, gamma) * (rstd * rstd * rstd)
-            return g * factor - centred * inner - group_mean(g, gamma) * rstd
+            opposite = (stats.mean - x) * stats.factor - beta  # -h
+            q = torch.sigmoid(opposite)
+            # d silu / dh = s (1 + h (1 - s)) with s = 1 - q
+            return stats.pull(g * ((1 - q) * (1 - opposite * q)))
 
-        return centred * factor + beta, pull
+        return h * torch.sigmoid(h), pull
+
+
+class _Statistics:
+    """Of one group norm: the mean and gamma / std of each channel, and the pullback of the normalisation."""
+
+    def __init__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor) -> None:
+        self.groups, self.x, self.gamma = norm.num_groups, x, gamma
+        self.axes = tuple(range(2, x.dim()))
+        self.mean = self._by_group(x.mean(dim=self.axes, keepdim=True))
+        centred = x - self.mean
+        self.rstd = torch.rsqrt(self._by_group((centred * centred).mean(dim=self.axes, keepdim=True)) + norm.eps)
+        self.factor = gamma * self.rstd
+
+    def _by_group(self, means: Tensor) -> Tensor:
+        """[B, C, 1, ..] -> the same with every value the mean of its group: two small products, no reduction."""
+        channels = means.shape[1]
+        member = torch.kron(torch.eye(self.groups), torch.ones(1, channels // self.groups)).to(means.dtype)
+        averaging = member.t() * (self.groups / channels)
+        return (means.reshape(means.shape[0], channels) @ averaging @ member).reshape(means.shape)
+
+    def pull(self, g: Tensor) -> Tensor:
+        mean_g = g.mean(dim=self.axes, keepdim=True)
+        slope = (g * self.x).mean(dim=self.axes, keepdim=True) - mean_g * self.mean
+        inner = self._by_group(slope * self.gamma) * (self.rstd * self.rstd * self.rstd)
+        shift = self.mean * inner - self._by_group(mean_g * self.gamma) * self.rstd
+        return g * self.factor - self.x * inner + shift
 
 
 def _per_channel(x: Tensor) -> list[int]:

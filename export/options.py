@@ -32,7 +32,8 @@ class ExportOptions:
     `crop_size` out of the resized image before the network, "metrics" only for evaluation.
 
     `precision` is that of the denoiser's graphs. `backend` names the library whose plans the bundle holds too, for
-    cards of each `compute_capability` and steps of at most `max_batch` samples.
+    cards of each `compute_capability` and steps of at most `max_batch` samples. With `count_nodes` the manifest also
+    says what torch's autograd performs for a guided step, beside the nodes of the graphs.
     """
 
     preset: str | None = None
@@ -42,6 +43,7 @@ class ExportOptions:
     backend: Literal["tensorrt", "tensorrt-rtx"] | None = None
     compute_capability: tuple[str, ...] | None = None
     max_batch: int = 8
+    count_nodes: bool = False
     gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
     guidance_norm: Literal["l2", "squared"] | None = None
     guidance_scale: float | None = None

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import parity as parity_module
 from mdps.export.parity import ParityError
 from mdps.export.presets import PRESETS, preset
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import LoadOptions, load_denoiser
 from mdps.runtime import load
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
@@ -221,3 +222,16 @@ def test_loading_twice_gives_the_same_to_the_bit(tiny_bundle: Path) -> None:
             scores.append(detector(picture()).score)
             assert time.perf_counter() - start < 60
     assert scores[0] == scores[1]
+
+
+def test_the_report_counts_what_torch_would_do_for_the_same_step(small_checkpoint: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    out = export_bundle(small_checkpoint, tmp_path / "b", replace(TINY, count_nodes=True), say=said.append)
+    report = Manifest.read(out).parity
+    torch_does, ours = report["autograd_operations"], report["nodes"]["guided_step"]
+    network = load_denoiser(small_checkpoint, TINY.load).network
+    convolutions = sum(isinstance(module, torch.nn.Conv2d | torch.nn.Conv1d) for module in network.modules())
+    assert torch_does["convolution"] == torch_does["convolution_backward"] == convolutions
+    assert sum(torch_does.values()) > sum(ours.values())
+    assert any(f"{sum(ours.values())} nodes" in text for text in said)
+    assert "autograd_operations" not in Manifest.read(export_bundle(small_checkpoint, tmp_path / "c", TINY)).parity

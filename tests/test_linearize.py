@@ -56,3 +56,19 @@ def test_predictions_become_eps_with_their_gradient(prediction: Prediction, make
         assert torch.allclose(denoiser(x, timestep, alpha), wanted, atol=1e-4)
         assert torch.allclose(eps, wanted, atol=1e-4)
         assert torch.allclose(pullback(cotangent), wanted_gradient, atol=1e-4)
+
+
+@pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
+def test_a_norm_of_values_far_from_zero_keeps_its_digits(norms: NormForm) -> None:
+    """Against autograd in float64, for a mean a hundred times the standard deviation."""
+    torch.manual_seed(0)
+    norm = torch.nn.GroupNorm(4, 16)
+    x, g = 100 + torch.randn(2, 16, 8, 8), torch.randn(2, 16, 8, 8)
+    gamma, beta = torch.randn(16, 1, 1), torch.randn(16, 1, 1)
+    exact = x.double().requires_grad_()
+    h = torch.nn.functional.group_norm(exact, 4, gamma.double().flatten(), beta.double().flatten(), norm.eps)
+    wanted = torch.nn.functional.silu(h)
+    (gradient,) = torch.autograd.grad(wanted, exact, g.double())
+    y, pullback = norms.silu(norm, x, gamma, beta)
+    assert (y - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert (pullback(g) - gradient).abs().max() < 1e-3 * gradient.abs().max()
