@@ -27,7 +27,7 @@ def autograd_operations(network: UNet, oracle: Oracle, size: tuple[int, int]) ->
         states = posterior_sampling(lambda x, t: network(x, t)[:, :3], y, m, first, [noise], oracle)
         return [next(states), next(states)][-1]
 
-    tracer = make_fx(step, core_aten_decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
+    tracer = make_fx(step, dict(core_aten_decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
     names = Counter(_name(node) for node in tracer(image, mask, image, image).graph.nodes if node.op == "call_function")
     return {name: count for name, count in names.most_common() if name not in VIEWS}
 

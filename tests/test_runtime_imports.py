@@ -24,6 +24,7 @@ WHOLE_PATH = {
     "benchmarks/sweep_demo.py",
     "benchmarks/train_demo.py",
     "benchmarks/train_options.py",
+    "benchmarks/random_denoiser.py",
     "benchmarks/gpu_check/prepare.py",
 }
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
