@@ -14,19 +14,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer's ch
 @pytest.mark.parametrize("target", ["manifest", "checkpoint", "request"])
 def test_a_short_run_of_the_fuzzer_finds_nothing(target, tmp_path):
     pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-    command = [sys.executable, "tests/fuzz", target, "--cases", "150", "--seed", "7", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    command = [sys.executable, "tests/fuzz", target, "--cases", "60", "--seed", "7", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    assert "150 cases" in run.stdout
+    assert "60 cases" in run.stdout
 
 
 def test_the_fuzzer_notices_code_memory_hangs_and_foreign_errors(tmp_path):
     """A target that does each of these things on demand, so that a clean report means something."""
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
-    run = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=800, check=False, env=_environment()
-    )
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, env=_environment())
     for found in ("os.system", "outside.txt", "SIGKILL", "ZeroDivisionError", "CPU seconds", "memory"):
         assert found in run.stdout, run.stdout + run.stderr
 

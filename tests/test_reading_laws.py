@@ -204,7 +204,8 @@ def test_a_picture_of_any_mode_and_size_becomes_one_size(picture, height, width)
     assert observation.dtype == np.float32
     assert observation.min() >= -1
     assert observation.max() <= 1
-    np.testing.assert_array_equal(observation, Preprocessing((height, width))(read_image(picture)))
+    both_axes_at_once = np.asarray(read_image(picture).resize((width, height), Image.Resampling.BILINEAR))
+    assert np.abs(to_uint8(observation).astype(int) - both_axes_at_once).max() <= 1
 
 
 @given(picture=pictures())
@@ -217,15 +218,11 @@ def test_a_resize_stays_within_the_levels_of_its_picture(picture):
 
 @given(picture=pictures(), kind=st.sampled_from(["PNG", "TIFF", "BMP"]))
 def test_a_picture_in_a_lossless_file_is_the_picture(picture, kind):
-    image = Image.fromarray(picture.squeeze()) if isinstance(picture, np.ndarray) and picture.ndim == 2 else picture
-    assume(
-        isinstance(image, Image.Image)
-        and image.mode
-        in {"PNG": ("1", "L", "LA", "RGB", "RGBA"), "TIFF": ("L", "RGB", "CMYK"), "BMP": ("L", "RGB")}[kind]
-    )
+    kept = {"PNG": ("1", "L", "RGB"), "TIFF": ("1", "L", "RGB", "CMYK"), "BMP": ("1", "L", "RGB")}[kind]
+    assume(isinstance(picture, Image.Image) and picture.mode in kept)
     buffer = io.BytesIO()
-    image.save(buffer, kind)
-    np.testing.assert_array_equal(np.asarray(read_image(buffer.getvalue())), np.asarray(read_image(image)))
+    picture.save(buffer, kind)
+    np.testing.assert_array_equal(np.asarray(read_image(buffer.getvalue())), np.asarray(picture.convert("RGB")))
 
 
 # Thresholds
@@ -326,7 +323,7 @@ def test_metrics_with_little_room_stay_within_their_bound(seen, capacity):
     assume(truths.any() and not truths.all())
     exact, coarse = (
         metrics(truths, maps),
-        metrics(truths, maps, capacity=capacity, cells=(Cells(64, knee=0.1), Cells(64), Cells(64))),
+        metrics(truths, maps, capacity=capacity, cells=(Cells(4, knee=0.5), Cells(4), Cells(4))),
     )
     assert abs(coarse.auroc() - exact.auroc()) <= coarse.error_bound() + 1e-12
     for limit in (0.3, 1.0):
