@@ -160,7 +160,7 @@ class _Numbers:
 
     def __init__(self, add: Merger, manifest: Manifest, plans: Sequence[_Plan]) -> None:
         sampler = manifest.settings.sampler
-        bank = NoiseBank(sampler.seed, (3, *manifest.preprocessing.network_size), sampler.noise)
+        bank = NoiseBank.of(sampler, manifest.preprocessing.network_size)
         self.guided = plans[0].guidance_scale > 0
         z = [bank.draw(plan.index, INITIAL, sampler.samples) for plan in plans]
         counts = [len(plan.steps) for plan in plans]

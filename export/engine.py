@@ -13,10 +13,10 @@ from typing import Any
 from mdps.export.engine_graph import parseable
 from mdps.export.engine_types import Types, check_network, engine_types
 from mdps.runtime.atomic import write_bytes
-from mdps.runtime.choice import cache_file
 from mdps.runtime.doctor import gpus
 from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.trt import MODULES, NAMES, first_line, load_library, logger
+from mdps.runtime.user_cache import cache_folder
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
@@ -121,7 +121,7 @@ class Builder:
         return config
 
     def _timing_file(self) -> Path:
-        return cache_file().with_name(f"timing-{self.version}-{'-'.join(self.capabilities)}.cache")
+        return cache_folder() / f"timing-{self.version}-{'-'.join(self.capabilities)}.cache"
 
     def _timings(self) -> bytes:
         path = self._timing_file()

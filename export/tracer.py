@@ -61,9 +61,6 @@ class Tracer(TorchFunctionMode):
     def input(self, tensor: Tensor, name: str) -> None:
         self._names[tensor] = name
 
-    def is_constant(self, value: Any) -> bool:
-        return not (isinstance(value, Tensor) and value in self._names)
-
     def name(self, value: Any, like: Tensor | None = None) -> str:
         """Name of a tensor; a constant (a number takes the type of `like`) becomes an initializer."""
         if isinstance(value, Tensor) and value in self._names:

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import statistics
 import time
@@ -25,6 +24,7 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
 from mdps.runtime.session import BACKENDS
 from mdps.runtime.settings import Settings
+from mdps.runtime.user_cache import cache_folder
 
 FILE_NAME = "backends.json"
 KEPT_CHOICES = 200
@@ -52,13 +52,12 @@ class Situation:
     @classmethod
     def here(cls, manifest: Manifest, threads: int, samples: int) -> Self:
         """This machine with this bundle; calibrating a bundle does not change it."""
-        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
-        return cls(_hash(files), cpu_model(), threads, samples, engine_versions())
+        return cls(manifest.files_sha256, cpu_model(), threads, samples, engine_versions())
 
     @property
     def key(self) -> str:
         """One word that differs where anything differs."""
-        return _hash(asdict(self))
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 def choose(situation: Situation, open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
@@ -90,10 +89,9 @@ def installed() -> tuple[str, ...]:
 
 def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, passes: Sequence[int]) -> Probe:
     """A probe of the first step of each of these passes, on one grey image: the steps are nearly all of its time."""
-    shape = (3, *manifest.preprocessing.network_size)
-    grey = np.zeros((1, *shape), dtype=np.float32)
+    grey = np.zeros((1, 3, *manifest.preprocessing.network_size), dtype=np.float32)
     mask = np.ones_like(grey[:, :1])
-    noise = NoiseBank(settings.sampler.seed, shape, settings.sampler.noise)
+    noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
     previous = np.repeat(grey, settings.sampler.samples, axis=0)
 
     def step() -> None:
@@ -145,16 +143,8 @@ def _seconds(probe: Probe) -> float:
 
 
 def cache_file() -> Path:
-    """Where choices are written down: in MDPS_CACHE, or the user's cache folder; OSError where there is none."""
-    if given := os.environ.get("MDPS_CACHE"):
-        return Path(given) / FILE_NAME
-    folder = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
-    if Path(folder).is_absolute():  # the standard says to ignore a relative one
-        return Path(folder) / "mdps" / FILE_NAME
-    try:
-        return Path.home() / ".cache" / "mdps" / FILE_NAME
-    except RuntimeError as error:
-        raise OSError(f"this user has no home folder ({error}), set MDPS_CACHE") from error
+    """Where choices are written down; OSError where there is no such place."""
+    return cache_folder() / FILE_NAME
 
 
 def remembered(situation: Situation) -> str | None:
@@ -213,7 +203,3 @@ def cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{platform.machine()} {names[0] if names else platform.processor()}".strip()
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -246,7 +246,7 @@ class _Opener:
             score=self._open("score"),
             schedule=self.manifest.schedule,
             settings=self.settings,
-            noise=NoiseBank(sampler.seed, (3, *self.manifest.preprocessing.network_size), sampler.noise),
+            noise=NoiseBank.of(sampler, self.manifest.preprocessing.network_size),
             max_batch=self.max_batch,
         )
 

@@ -143,6 +143,12 @@ class Manifest(Record):
                     raise BundleError(f"{folder / name} cannot be read: {error.strerror}") from error
         return manifest
 
+    @property
+    def files_sha256(self) -> str:
+        """One hash of all files but the manifest: calibrating a bundle does not change it."""
+        hashes = sorted((name, entry.sha256) for name, entry in self.files.items())
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
     def write(self, folder: Path | str) -> None:
         """Write `manifest.json` into the folder, whole or not at all; keys in the order of the fields."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)

@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mdps.runtime.atomic import write_text
 from mdps.runtime.cards import Card
-from mdps.runtime.choice import cache_file
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.user_cache import cache_folder
 
 FILE_NAME = "card_memory.json"
 KEPT = 200
@@ -101,8 +102,7 @@ class Situation:
     @classmethod
     def of(cls, manifest: Manifest, card: Card, engine: str, samples: int) -> "Situation":
         """This bundle on this kind of card, with `engine`: its name, release and options."""
-        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
-        return cls(hashlib.sha256(json.dumps(files).encode()).hexdigest(), card.name, engine, samples)
+        return cls(manifest.files_sha256, card.name, engine, samples)
 
     @property
     def key(self) -> str:
@@ -158,8 +158,8 @@ def _read() -> dict[str, int]:
         return {}
 
 
-def _file() -> Any:
-    return cache_file().with_name(FILE_NAME)
+def _file() -> Path:
+    return cache_folder() / FILE_NAME
 
 
 def gigabytes(count: int) -> str:

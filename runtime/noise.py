@@ -1,12 +1,15 @@
 """Noise from a fixed bank, so that results repeat and depend on neither batch nor order."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.simplex import simplex_noise
+
+if TYPE_CHECKING:
+    from mdps.runtime.settings import SamplerSettings
 
 INITIAL = -1
 """Step index of the noise that makes the first x_t (and, in the replace rule, the known part of every x_t)."""
@@ -34,6 +37,11 @@ class NoiseBank:
     shape: tuple[int, int, int]
     kind: Literal["gaussian", "simplex"] = "gaussian"
     _kept: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, sampler: "SamplerSettings", size: tuple[int, int]) -> Self:
+        """The bank of these settings for a network of images of `size` (H, W)."""
+        return cls(sampler.seed, (3, *size), sampler.noise)
 
     def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
         """Read-only float32 [images * samples, 3, H, W]; the first k samples are those of `draw(.., k)`.

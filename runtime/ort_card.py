@@ -4,8 +4,6 @@ Each binding has the addresses the pipeline gave it. The CUDA provider records i
 its own and launches that from then on, so the pipeline records nothing around it.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mdps.runtime.choice import cache_file
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
 from mdps.runtime.device.program import Engines
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
@@ -23,6 +20,7 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.ort import OnCard, OrtSession
 from mdps.runtime.session import Port
 from mdps.runtime.settings import Settings
+from mdps.runtime.user_cache import cache_folder
 
 CACHE = "onnxruntime-tensorrt"
 
@@ -34,13 +32,6 @@ def can_stay(settings: Settings) -> bool:
     except UsageError:
         return False
     return True
-
-
-def needed_roles(settings: Settings) -> tuple[str, ...]:
-    """The graphs that the passes and the score of these settings run."""
-    scales = [one.guidance_scale for one in settings.sampler.passes]
-    wanted = {"guided_step": any(scales), "plain_step": not all(scales), "features": bool(settings.score.stages)}
-    return (*(role for role, needed in wanted.items() if needed), "score")
 
 
 def open_on_card(
@@ -64,14 +55,11 @@ def open_on_card(
         check_settings(settings)
         with driver.current():
             stream = driver.stream()
-            for role in needed_roles(settings):
+            for role in settings.roles:
                 card = role_card(manifest, role, driver.card.index, stream=stream.handle, graph=provider == "cuda")
                 engines[role] = _open(path, manifest, settings, role, provider, threads, card, compiled)
-        loaded = Engines(
-            engines.get("guided_step"), engines.get("plain_step"), engines.get("features"), engines["score"]
-        )  # fmt: skip
-        noise = NoiseBank(settings.sampler.seed, (3, *manifest.preprocessing.network_size), settings.sampler.noise)
-        return DevicePipeline(driver, stream, loaded, manifest.schedule, settings, noise, max_batch)
+        noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
+        return DevicePipeline(driver, stream, Engines.of(engines), manifest.schedule, settings, noise, max_batch)
     except BaseException:
         for engine in engines.values():
             engine.close()
@@ -89,10 +77,8 @@ def role_card(
 
 def _cache(manifest: Manifest, role: str) -> Path | None:
     """A folder for one graph with its weights; None for a user without a home."""
-    files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
-    key = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
     try:
-        return cache_file().with_name(CACHE) / key / role
+        return cache_folder() / CACHE / manifest.files_sha256[:16] / role
     except OSError:
         return None
 

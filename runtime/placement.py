@@ -11,7 +11,6 @@ from mdps.runtime.errors import require
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.memory import Situation, check_room, estimate, gigabytes, remember
 from mdps.runtime.ort import ON_CARDS
-from mdps.runtime.ort_card import needed_roles
 from mdps.runtime.plans import plans_of
 from mdps.runtime.session import PLAN_BACKENDS
 from mdps.runtime.settings import Settings
@@ -69,8 +68,7 @@ def place(
         return Placement(chosen.ordinal)
     files = _plans(manifest, backend, str(path))
     samples = min(settings.sampler.samples, max_batch)
-    roles = needed_roles(settings)
-    one, whole = (estimate(manifest, roles, count, files) for count in (samples, max_batch))
+    one, whole = (estimate(manifest, settings.roles, count, files) for count in (samples, max_batch))
     release = " ".join(f"{name} {version}" for name, version in installed(*_LIBRARIES).items())
     situation = Situation.of(manifest, chosen.card, f"{backend} {provider} {release}", samples)
     check_room(chosen.card, one, situation, str(path), cards())

@@ -146,6 +146,13 @@ class Settings(Record):
     score: ScoreSettings
     mask: MaskSettings
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The graphs of a bundle that the passes and the score run."""
+        scales = [one.guidance_scale for one in self.sampler.passes]
+        wanted = {"guided_step": any(scales), "plain_step": not all(scales), "features": bool(self.score.stages)}
+        return (*(role for role, needed in wanted.items() if needed), "score")
+
 
 def gaussian_kernel(sigma: float) -> int:
     """Odd number of pixels that hold four sigma on either side: the authors' 33 at their sigma of 4, 1 for none."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mdps.runtime.atomic import write_bytes
-from mdps.runtime.choice import BackendWarning, cache_file
+from mdps.runtime.choice import BackendWarning
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
 from mdps.runtime.device.program import Engines
 from mdps.runtime.device.seam import Buffer, Card, Driver, Stream
@@ -27,6 +27,7 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.plans import PlanEntry, plans_of
 from mdps.runtime.session import Port
 from mdps.runtime.settings import Settings
+from mdps.runtime.user_cache import cache_folder
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
@@ -58,11 +59,8 @@ def open_plans(
             loader = Loader(backend, library, driver)
             for role, entry in entries.items():
                 opened[role] = loader.open(path / entry.file)
-        engines = Engines(
-            opened.get("guided_step"), opened.get("plain_step"), opened.get("features"), opened["score"]
-        )  # fmt: skip
-        noise = NoiseBank(settings.sampler.seed, (3, *manifest.preprocessing.network_size), settings.sampler.noise)
-        return DevicePipeline(driver, stream, engines, manifest.schedule, settings, noise, max_batch)
+        noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
+        return DevicePipeline(driver, stream, Engines.of(opened), manifest.schedule, settings, noise, max_batch)
     except BaseException:
         with suppress(BackendError), driver.current():
             for engine in opened.values():
@@ -78,15 +76,12 @@ def _entries(path: Path, manifest: Manifest, settings: Settings, backend: str) -
             f"the guided step of {path} is a torch program, which has no plan (--guidance-backend traced): use the "
             "backend onnxruntime"
         )
-    scales = [one.guidance_scale for one in settings.sampler.passes]
-    wanted = {"guided_step": any(scales), "plain_step": not all(scales), "features": bool(settings.score.stages)}
-    roles = [*(role for role, needed in wanted.items() if needed), "score"]
     found = {entry.role: entry for entry in plans_of(manifest, str(path)) if entry.backend == backend}
-    if missing := [role for role in roles if role not in found]:
+    if missing := [role for role in settings.roles if role not in found]:
         raise BundleError(
             f"{path} has no plan of {NAMES[backend]} for {', '.join(missing)}: {_rebuild(path, manifest, backend)}"
         )
-    return {role: found[role] for role in roles}
+    return {role: found[role] for role in settings.roles}
 
 
 def check_plan(entry: PlanEntry, version: str, card: Card, path: Path, manifest: Manifest) -> None:
@@ -270,7 +265,7 @@ class Kernels:
         self._cache: Any = None
         place = f"{file.stem}-{library.__version__}-{card.compute_capability}.kernels"
         try:
-            self._file: Path | None = cache_file().with_name(place)
+            self._file: Path | None = cache_folder() / place
         except OSError:  # a user without a home
             self._file = None
         self._kept = b""

@@ -52,7 +52,7 @@ def make_pair(
         role: fake_card.FakeEngine(driver, bundle / manifest.graphs[role].file, (largest or {}).get(role), captures)
         for role in roles
     }
-    noise = NoiseBank(settings.sampler.seed, (3, *manifest.preprocessing.network_size), settings.sampler.noise)
+    noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
     on_card = DevicePipeline(
         driver, stream, Engines(*engines.values()), manifest.schedule, settings, noise, max_batch
     )  # fmt: skip

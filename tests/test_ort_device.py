@@ -18,7 +18,7 @@ from mdps.runtime.device.seam import Buffer, Card
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.ort import OnCard, OrtSession
-from mdps.runtime.ort_card import OrtEngine, can_stay, needed_roles, open_on_card, role_card
+from mdps.runtime.ort_card import OrtEngine, can_stay, open_on_card, role_card
 from mdps.runtime.traced import TracedEngine, TracedSession
 
 torch.set_num_threads(1)
@@ -208,10 +208,10 @@ def test_settings_that_need_the_host_between_steps(tiny_bundle):
     assert can_stay(settings)
     assert not can_stay(replace(settings, sampler=replace(settings.sampler, mask_rule="inpaint")))
     plain = replace(settings.sampler.first_pass, guidance_scale=0.0)
-    assert needed_roles(replace(settings, sampler=replace(settings.sampler, first_pass=plain))) == (
+    assert replace(settings, sampler=replace(settings.sampler, first_pass=plain)).roles == (
         "guided_step", "plain_step", "features", "score",
     )  # fmt: skip
-    assert needed_roles(settings) == ("guided_step", "features", "score")
+    assert settings.roles == ("guided_step", "features", "score")
 
 
 def test_only_steps_are_in_the_denoisers_precision_and_engines_are_kept_by_weights(tiny_bundle, monkeypatch, tmp_path):

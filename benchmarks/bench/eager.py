@@ -63,7 +63,7 @@ class Eager:
         images = np.stack([observation(size, index) for index in range(spec.batch)])
         self._y = torch.from_numpy(images).to(spec.device)
         samples = spec.samples or self._settings.sampler.samples
-        bank = NoiseBank(self._settings.sampler.seed, (3, *size), self._settings.sampler.noise)
+        bank = NoiseBank.of(self._settings.sampler, size)
         self.passes = [
             (
                 oracle_of(self._settings, manifest.schedule.betas, index),

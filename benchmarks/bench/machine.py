@@ -1,7 +1,5 @@
 """What a measurement depends on, recorded with it."""
 
-import hashlib
-import json
 import os
 import platform
 from typing import Any
@@ -16,7 +14,6 @@ PACKAGES = ("mdps", "numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "torc
 
 def machine_facts(manifest: Manifest) -> dict[str, Any]:
     """Processor, cores, memory, load, versions, and which bundle with which settings; JSON values."""
-    hashes = sorted((name, entry.sha256) for name, entry in manifest.files.items())
     return {
         "cpu": cpu_model(),
         "cpus": available_cpus(),
@@ -27,7 +24,7 @@ def machine_facts(manifest: Manifest) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": installed(*PACKAGES),
         "bundle": manifest.name,
-        "bundle_sha256": hashlib.sha256(json.dumps(hashes).encode()).hexdigest(),
+        "bundle_sha256": manifest.files_sha256,
         "checkpoint_sha256": manifest.checkpoint.sha256,
         "parameters": manifest.network.get("parameters"),
         "image_size": list(manifest.preprocessing.network_size),

@@ -34,6 +34,11 @@ class Engines:
     features: DeviceEngine | None
     score: DeviceEngine
 
+    @classmethod
+    def of(cls, roles: Mapping[str, DeviceEngine]) -> "Engines":
+        """From the names of the bundle's graphs."""
+        return cls(roles.get("guided_step"), roles.get("plain_step"), roles.get("features"), roles["score"])
+
     def roles(self) -> dict[str, DeviceEngine]:
         """Those that there are, by the names of the bundle's graphs."""
         named = {
