@@ -46,6 +46,7 @@ def _unary(onnx_name: str) -> Operator:
 
 _BINARY = {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div", "gt": "Greater", "matmul": "MatMul"}
 _UNARY = {"sigmoid": "Sigmoid", "sqrt": "Sqrt", "cos": "Cos", "sin": "Sin", "exp": "Exp", "abs": "Abs", "relu": "Relu"}
+_UNARY["neg"] = "Neg"
 OPERATORS |= {name: _binary(onnx_name) for name, onnx_name in _BINARY.items()}
 OPERATORS |= {name: _unary(onnx_name) for name, onnx_name in _UNARY.items()}
 OPERATORS |= {"__rsub__": _binary("Sub", swap=True), "relu_": _unary("Relu")}

@@ -173,6 +173,23 @@ def test_every_rule_builds_for_every_card(
     note("biggan", f"guided step, {rules}", precision, built.types, len(built.plan))
 
 
+@pytest.mark.parametrize("rules", ["predicts v", "predicts x0"])
+def test_what_a_network_predicts_is_recorded_as_torch_computes_it(rules: str, tmp_path: Path) -> None:
+    network = smallest()
+    path = graph(network, "guided", "fp32", ByChannel(), tmp_path / "step.onnx", RULES[rules])
+    images = [torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    fed = dict(zip(IMAGES, images, strict=True)) | {name: torch.tensor(value) for name, value in SCALARS.items()}
+    fed["mask"] = fed["mask"][:, :1]
+    module = GuidedStep(Denoiser(prepare(network, "fp32"), RULES[rules].prediction, ByChannel()), RULES[rules])
+    order = (*IMAGES, None, *list(SCALARS)[:4], "guidance_scale")
+    with torch.no_grad():
+        wanted = module(*(None if name is None else fed[name] for name in order))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {name: tensor.numpy() for name, tensor in fed.items()})
+    for one, reference in zip(found, wanted, strict=True):
+        assert np.abs(one - reference.numpy()).max() < 1e-4 * max(1.0, float(reference.abs().max()))
+
+
 SCORES: dict[str, dict[str, Any]] = {
     "paper": {},
     "reference": {"preset": "mvtec/bottle"},
@@ -192,7 +209,7 @@ def test_features_and_scores_of_every_method_build_for_every_card(
     """In float32, whatever the denoiser's precision is."""
     torch.manual_seed(0)
     network = UNet(
-        UNetConfig(image_size=32, model_channels=16, channel_mult=(1,), num_res_blocks=1, attention_factors=())
+        UNetConfig(image_size=32, model_channels=32, channel_mult=(1,), num_res_blocks=1, attention_factors=())
     )
     save_denoiser(tmp_path / "small.safetensors", network, NoiseSchedule.linear(), "eps")
     tiny = {} if score == "anoddpm" else {"backbone": "random_tiny"}
