@@ -15,10 +15,13 @@ from mdps.serving.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
+    DATASET,
     DEVICE,
     EARLY_EXIT,
+    EVERY,
     PRODUCT,
     PROVIDER,
+    RESOLUTION,
     SAMPLES,
     THREADS,
     TRACEBACK,
@@ -32,18 +35,7 @@ if TYPE_CHECKING:
     from mdps.benchmarks.datasets import Category
     from mdps.runtime.settings import Settings
 
-DATASET = click.argument("dataset", type=click.Path(path_type=Path))
 CATEGORIES = click.option("--category", "names", multiple=True, help="Only this category; may be given several times.")
-EVERY = click.option(
-    "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
-)
-RESOLUTION = click.option(
-    "--resolution",
-    type=click.Choice(["256", "full"]),
-    default="256",
-    show_default=True,
-    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
-)
 
 
 @click.command(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, TRACEBACK
+from mdps.serving.options import AS_JSON, DATASET, EVERY, RESOLUTION, TRACEBACK
 from mdps.serving.terminal import SOME_FAILED, needs
 
 
@@ -23,7 +23,7 @@ Examples:
 \b
 Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
 )
-@click.argument("dataset", type=click.Path(path_type=Path))
+@DATASET
 @click.option(
     "--names", callback=_names, default="patchcore,padim", show_default=True,
     help="Of patchcore, padim, draem, efficientad, stfpm, cflow, supersimplenet, reverse-distillation, fastflow.",
@@ -40,11 +40,8 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @click.option("--imagenette", type=click.Path(path_type=Path), help="Folder of ImageNette, for EfficientAD.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only.")
-@click.option(
-    "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
-    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
-)  # fmt: skip
+@EVERY
+@RESOLUTION
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for results and fitted networks.")
 @AS_JSON
 @TRACEBACK

@@ -9,7 +9,16 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, BACKEND, THREADS, TRACEBACK, export_choices
+from mdps.serving.options import (
+    AS_JSON,
+    BACKEND,
+    DATASET,
+    EVERY,
+    RESOLUTION,
+    THREADS,
+    TRACEBACK,
+    export_choices,
+)
 from mdps.serving.terminal import needs, spoken_warnings
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
@@ -57,16 +66,6 @@ def with_export_options(*without: str) -> Callable[[click.Command], click.Comman
         return command
 
     return add
-
-
-DATASET = click.argument("dataset", type=click.Path(path_type=Path))
-EVERY = click.option(
-    "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
-)
-RESOLUTION = click.option(
-    "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
-    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
-)  # fmt: skip
 
 
 @with_export_options(*DECIDED)

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from mdps.benchmarks.study_commands import DATASET, EVERY, RESOLUTION, listed, with_export_options
-from mdps.serving.options import AS_JSON, BACKEND, THREADS, TRACEBACK
+from mdps.benchmarks.study_commands import listed, with_export_options
+from mdps.serving.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK
 from mdps.serving.terminal import needs, spoken_warnings
 
 COMPARED = ("gradient", "steps", "mask_pass", "method")

@@ -40,6 +40,14 @@ EARLY_EXIT = click.option(
     help="Skip the mask pass where the first one scores no higher than this share of good parts did, 0.05 to 0.95 "
     "[default: the bundle's, which is 0, off].",
 )
+DATASET = click.argument("dataset", type=click.Path(path_type=Path))
+EVERY = click.option(
+    "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
+)
+RESOLUTION = click.option(
+    "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
+    help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
+)  # fmt: skip
 
 
 def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> None:
