@@ -311,7 +311,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 @AS_JSON
 @TRACEBACK
 def doctor(as_json: bool) -> int:
-    """Try what this machine offers: engine providers, GPU, processors, versions."""
+    """Try each engine of this machine, and list its cards, processors and versions."""
     from mdps.runtime.doctor import diagnose
 
     diagnosis = diagnose()

@@ -35,6 +35,8 @@ _SHOWN = (
     *ENGINE_WHEELS,
     "openvino",
     "tensorrt",
+    "tensorrt-rtx-cu13-libs",
+    "cuda-bindings",
     "torch",
     "timm",
     "onnx",
