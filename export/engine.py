@@ -13,9 +13,9 @@ from typing import Any
 from mdps.export.engine_graph import parseable
 from mdps.export.engine_types import Types, check_network, engine_types
 from mdps.runtime.atomic import write_bytes
-from mdps.runtime.doctor import gpus
-from mdps.runtime.errors import BackendError, UsageError, require
-from mdps.runtime.trt import MODULES, NAMES, first_line, load_library, logger
+from mdps.runtime.cards import cards
+from mdps.runtime.errors import BackendError, UsageError, first_line, require
+from mdps.runtime.trt import MODULES, NAMES, load_library, logger
 from mdps.runtime.user_cache import cache_folder
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -87,7 +87,7 @@ class Builder:
             raise BackendError(self._sentence(path, log, "it gives no reason"))
         self._keep_timings(config)
         data = bytes(plan)
-        here = set(_cards()) & set(self.capabilities)  # an engine loads on its card only
+        here = any(card.compute_capability in self.capabilities for card in cards())  # an engine loads on its card only
         found = engine_types(self.library, log, data, precision, path) if here else None
         return Built(data, types, "network") if found is None else Built(data, found, "engine")
 
@@ -136,8 +136,8 @@ class Builder:
 
     def _sentence(self, path: Path, log: Any, otherwise: str) -> str:
         reason = first_line(log.errors[-1] if log.errors else otherwise)
-        cards = ", ".join(self.capabilities)
-        return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {cards}: {reason}"
+        kinds = ", ".join(self.capabilities)
+        return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {kinds}: {reason}"
 
 
 def _known(library: Any) -> dict[str, Any]:
@@ -158,22 +158,17 @@ def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ..
     return tuple(sorted(set(capabilities or DEFAULT_CAPABILITIES), key=float))
 
 
-def _cards() -> list[str]:
-    """Compute capability of each card in this machine."""
-    return [card.rpartition(",")[2].strip() for card in gpus()]
-
-
 def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
-    cards = _cards()
-    if not cards:
+    here = [card.compute_capability for card in cards()]
+    if not here:
         raise BackendError(
             "TensorRT builds on the card that the plan is for, and nvidia-smi shows none: run the export on that "
             "machine, or use --backend tensorrt-rtx"
         )
-    other = [one for one in capabilities or () if one != cards[0]]
+    other = [one for one in capabilities or () if one != here[0]]
     require(
         not other,
-        f"TensorRT builds for the card it runs on, of compute capability {cards[0]}, not for {''.join(other[:1])}: "
+        f"TensorRT builds for the card it runs on, of compute capability {here[0]}, not for {''.join(other[:1])}: "
         "leave out --compute-capability, or use --backend tensorrt-rtx",
     )
-    return (cards[0],)
+    return (here[0],)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
-from mdps.runtime.cards import MIB, Card, cards
+from mdps.runtime.cards import Card, cards
 from mdps.runtime.threads import available_cpus
 from mdps.runtime.versions import installed
 
@@ -162,10 +162,3 @@ def _try_openvino() -> tuple[ProviderCheck, ...]:
     except Exception as error:  # an import that fails, or anything the library raises
         return (ProviderCheck(_OPENVINO, False, str(error).strip().split("\n")[-1]),)
     return (_judge(_OPENVINO, result.tolist()),)
-
-
-def gpus() -> tuple[str, ...]:
-    """One line a card: name, driver, memory, and last its compute capability."""
-    return tuple(
-        f"{card.name}, {card.driver}, {(card.total or 0) // MIB} MiB, {card.compute_capability}" for card in cards()
-    )

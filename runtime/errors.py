@@ -29,6 +29,11 @@ class BackendError(MdpsError):
     """The engine library is missing, refuses a graph or provider, or computed something that is no number."""
 
 
+def first_line(text: str, otherwise: str = "no reason given") -> str:
+    """The first line of what a library says, short enough for a sentence of ours."""
+    return (text.strip().splitlines() or [otherwise])[0].rstrip(". ")[:300]
+
+
 def require(condition: bool, sentence: str) -> None:
     """Raise UsageError with `sentence` unless `condition` holds."""
     if not condition:

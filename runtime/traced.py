@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.device.seam import Buffer, Stream
-from mdps.runtime.errors import BackendError, BundleError, UsageError
+from mdps.runtime.errors import BackendError, BundleError, UsageError, first_line
 from mdps.runtime.pt2 import check_program
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
 from mdps.runtime.settings import SamplerSettings
@@ -79,7 +79,7 @@ class TracedSession:
         try:
             return dict(zip(self.outputs, self._step(tensors), strict=True))
         except RuntimeError as error:
-            raise BackendError(f"{self._path} failed in torch: {str(error).splitlines()[0]}") from error
+            raise BackendError(f"{self._path} failed in torch: {first_line(str(error))}") from error
 
     def tensor(self, address: int, shape: tuple[int, ...]) -> Any:
         """The float32 array at an address of its device's memory as a tensor, which it is and no copy of it."""
@@ -242,6 +242,6 @@ def _load(torch: Any, path: Path, device: Any) -> Any:
     try:
         network = torch.export.load(str(path)).module()
     except Exception as error:  # torch raises nearly every type on an archive it cannot read
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(str(error), type(error).__name__)
         raise BundleError(f"{path} cannot be loaded by torch {torch.__version__}: {reason}") from error
     return network.to(device).requires_grad_(False)

@@ -21,7 +21,7 @@ from mdps.runtime.choice import BackendWarning
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
 from mdps.runtime.device.program import Engines
 from mdps.runtime.device.seam import Buffer, Card, Driver, Stream
-from mdps.runtime.errors import BackendError, BundleError
+from mdps.runtime.errors import BackendError, BundleError, first_line
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.plans import PlanEntry, plans_of
@@ -338,8 +338,3 @@ def logger(library: Any) -> Any:
             return first_line(self.errors[-1] if self.errors else "it gives no reason")
 
     return Log()
-
-
-def first_line(text: str) -> str:
-    """The first line of a library's message, short enough for a sentence."""
-    return (text.strip().splitlines() or ["no reason given"])[0].rstrip(". ")[:300]

@@ -28,6 +28,7 @@ from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
+from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.plans import plans_of
@@ -284,14 +285,14 @@ def test_a_missing_library_is_named_with_its_remedy(backend: str, monkeypatch: p
         Builder.of(backend)
 
 
-def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, cards: tuple[str, ...]) -> None:
+def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...]) -> None:
     library = SimpleNamespace(__version__="10.9.0", Builder=object)
     monkeypatch.setattr(importlib, "import_module", lambda name: library)
-    monkeypatch.setattr(engine_module, "gpus", lambda: cards)
+    monkeypatch.setattr(engine_module, "cards", lambda: cards)
 
 
 def test_tensorrt_builds_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_tensorrt(monkeypatch, ("NVIDIA H100, 580.1, 81559 MiB, 9.0",))
+    fake_tensorrt(monkeypatch, (Card(0, "GPU-1", "NVIDIA H100", "9.0", None, None, "580.1"),))
     assert Builder.of("tensorrt").capabilities == ("9.0",)
     assert Builder.of("tensorrt", ("9.0",)).version == "10.9.0"
     with pytest.raises(UsageError, match=r"capability 9\.0, not for 8\.6"):

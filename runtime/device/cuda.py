@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.device.seam import Card, Driver, Event, Graph, Stream
-from mdps.runtime.errors import BackendError, require
+from mdps.runtime.errors import BackendError, first_line, require
 
 LIBRARIES = ("cuda-bindings", "pycuda")
 CHOICE = "MDPS_CUDA"
@@ -474,5 +474,4 @@ def _pycuda() -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what a library says, short enough for a sentence."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")[:300]
+    return first_line(str(error), type(error).__name__)
