@@ -86,7 +86,7 @@ class OpenVinoSession:
             while len(self._requests) >= COMPILED_AT_ONCE:  # before the next one takes its memory
                 self._requests.popitem(last=False)
             self._model.reshape(dict(zip(self.inputs, map(list, shapes), strict=True)))
-            compiled = self._core.compile_model(self._model, "CPU", _options(self.threads))
+            compiled = self._core.compile_model(self._model, "CPU", compile_options(self.threads))
             self._requests[shapes] = compiled.create_infer_request()
         self._requests.move_to_end(shapes)
         return self._requests[shapes]
@@ -159,7 +159,8 @@ def _library() -> Any:
     return openvino
 
 
-def _options(threads: int) -> dict[str, Any]:
+def compile_options(threads: int) -> dict[str, Any]:
+    """How every model is compiled."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": threads,

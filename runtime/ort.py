@@ -236,7 +236,10 @@ def _open(path: Path, provider: str, threads: int, provider_options: dict[str, s
         )
     try:
         session = library.InferenceSession(
-            str(path), _options(library, threads, wanted), providers=[wanted], provider_options=[provider_options]
+            str(path),
+            session_options(library, threads, wanted),
+            providers=[wanted],
+            provider_options=[provider_options],
         )
     except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         raise BackendError(f"{path} cannot be loaded on {wanted}: {_reason(error)}") from error
@@ -296,7 +299,8 @@ def _prepare_tensorrt(path: Path, card: OnCard) -> None:
         )
 
 
-def _options(library: Any, threads: int, wanted: str) -> Any:
+def session_options(library: Any, threads: int, wanted: str) -> Any:
+    """How every session runs on the provider `wanted`, under ONNX Runtime's own name of it."""
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
