@@ -56,7 +56,7 @@ def open_on_card(
         with driver.current():
             stream = driver.stream()
             for role in settings.roles:
-                card = role_card(manifest, role, driver.card.index, stream=stream.handle, graph=provider == "cuda")
+                card = role_card(manifest, role, driver.card.ordinal, stream=stream.handle, graph=provider == "cuda")
                 engines[role] = _open(path, manifest, settings, role, provider, threads, card, compiled)
         noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
         return DevicePipeline(driver, stream, Engines.of(engines), manifest.schedule, settings, noise, max_batch)

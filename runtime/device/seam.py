@@ -22,14 +22,14 @@ Graph = Any
 
 @dataclass(frozen=True)
 class Card:
-    """One card: its index as CUDA counts, its name, and its compute capability, such as "8.6"."""
+    """One card: CUDA's number of it, which is not always nvidia-smi's; its name; its compute capability, as "8.6"."""
 
-    index: int
+    ordinal: int
     name: str
     compute_capability: str
 
     def __str__(self) -> str:
-        return f"card {self.index} ({self.name}, compute capability {self.compute_capability})"
+        return f"card {self.ordinal} ({self.name}, compute capability {self.compute_capability})"
 
 
 @dataclass(frozen=True)
