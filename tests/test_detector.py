@@ -13,8 +13,10 @@ from PIL import Image
 
 import mdps.runtime
 from mdps.runtime import BackendError, BundleError, CalibrationError, ImageError, UsageError, calibrate, load
+from mdps.runtime.detector import Detector
 from mdps.runtime.manifest import FILE_NAME, SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.noise import NoiseBank
+from mdps.runtime.pipeline import mask_scalars
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import MaskSettings, PassSettings, paper_settings
@@ -244,6 +246,26 @@ def test_the_map_averages_over_samples(bundle, samples):
         for index, result in enumerate(detector.batch([bad(), good(1)[0]])):
             first = found.posterior_samples[index * samples]
             np.testing.assert_allclose(result.posterior_sample, first, atol=1e-5)
+
+
+def test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes(detector):
+    """Both are scores of good parts, and those parts themselves must not be on the wrong side."""
+    y = detector.preprocessing(bad())[None]
+    found = detector.inspect(y)
+    for limit, leaves in ((found.first_score[0], True), (np.nextafter(found.first_score[0], np.float32(0)), False)):
+        assert detector._pipeline.inspect(y, None, float(limit)).early_exit.tolist() == [leaves]
+    score = found.anomaly_score[0]
+    for threshold, verdict in ((score, "pass"), (np.nextafter(score, np.float32(0)), "fail")):
+        calibration = replace(detector.calibration, threshold=float(threshold))
+        assert Detector(detector.manifest, detector._pipeline, calibration)(bad()).verdict == verdict
+
+
+def test_a_mask_per_image_takes_no_range_from_elsewhere():
+    """Warming up and the gate of an export give one to whatever is loaded."""
+    for kind, frozen in (("per-image", 0.0), ("frozen", 1.0), ("dataset", 1.0)):
+        told = mask_scalars(MaskSettings(0.3, kind), (0.25, 0.75))
+        assert told == {"mask_lambda": 0.3, "mask_low": 0.25, "mask_high": 0.75, "mask_frozen": frozen}
+    assert mask_scalars(MaskSettings(0.3, "per-image"), None)["mask_frozen"] == 0.0
 
 
 # Early exit

@@ -159,6 +159,17 @@ def test_a_wrong_graph_does_not_pass_the_gate(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_gate_keeps_the_worst_error_and_lets_no_nan_through() -> None:
+    report = parity_module.Report()
+    for error in (0.0, 2e-4, 0.0):  # eps may be off by 1e-4
+        report.compare("eps", np.array([1 + error]), torch.tensor([1.0], dtype=torch.float64))
+    assert report.errors["eps"] == pytest.approx(2e-4)
+    report.compare("anomaly_map", np.array([np.nan]), torch.tensor([1.0]))
+    report.compare("anomaly_map", np.array([1.0]), torch.tensor([1.0]))
+    report.compare("anomaly_score", np.array([1.0009]), torch.tensor([1.0]))  # may be off by 1e-3
+    assert report.failures == ["eps", "anomaly_map"]
+
+
 def test_a_frozen_gradient_is_found() -> None:
     class Frozen:
         inputs = ("x_t",)

@@ -148,10 +148,20 @@ def test_a_frozen_mask_range_replaces_the_maps_own(settings: ScoreSettings, feat
 def test_equal_images_have_no_pixel_term() -> None:
     settings = replace(PAPER, stages=())
     y, _ = images(1, 1)
-    found, score, _ = Score(None, settings)(y[:, None], y, *[torch.tensor(v) for v in SCALARS.values()])
+    found, score, mask = Score(None, settings)(y[:, None], y, *[torch.tensor(v) for v in SCALARS.values()])
     assert torch.equal(found, torch.zeros(1, 1, SIZE, SIZE))
     assert float(score) == 0
+    assert not mask.any()  # nothing stands out of a flat map
     reference = load_backbone("random_tiny", stages=(2, 3))
     features = Features(reference, reference.mean, reference.std, None, 3)
     found, _, _ = Score(features, REFERENCE)(y[:, None], y, *[torch.tensor(v) for v in SCALARS.values()], *features(y))
     assert torch.isfinite(found).all()
+
+
+def test_a_map_of_pixels_alone_is_their_weighted_difference() -> None:
+    y, samples = images(2, 3)
+    for pixel, power in (("l1", 1), ("squared", 2)):
+        settings = replace(PAPER, stages=(), pixel=pixel, eta=0.3)
+        found, _, _ = Score(None, settings)(samples, y, *[torch.tensor(v) for v in SCALARS.values()])
+        each = 0.3 * ((samples - y[:, None]).abs() ** power).sum(dim=2, keepdim=True)
+        torch.testing.assert_close(found, (each[:, 0] + each[:, 1] + each[:, 2]) / 3)

@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,22 @@ def test_nothing_is_answered_without_the_token(guarded, line_images, method, pat
         assert replied["www-authenticate"] == "Bearer"
         assert method == "HEAD" or set(json.loads(content)) == {"error"}
         assert b"line" not in content
+
+
+def test_only_the_very_token_opens_the_door():
+    from starlette.datastructures import Headers
+    from starlette.responses import Response
+
+    from mdps.serving.http.guard import Guard
+    from mdps.serving.http.refusals import Refusal
+
+    options = SimpleNamespace(token=TOKEN, open_health=False)
+    guard = Guard(None, SimpleNamespace(options=options), Response())
+    scope = {"path": "/inspect", "method": "POST"}
+    guard._check_token(scope, Headers({"authorization": f"Bearer {TOKEN}"}))
+    for headers in (*WRONG, {"Authorization": "Bearer " + "x" * len(TOKEN)}):
+        with pytest.raises(Refusal, match="wants its token"):
+            guard._check_token(scope, Headers(headers))
 
 
 def test_a_refusal_reaches_a_client_that_sends_a_large_body_first(guarded):

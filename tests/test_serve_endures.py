@@ -90,6 +90,20 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once():
     asyncio.run(main())
 
 
+def test_the_queue_holds_as_many_as_was_said():
+    async def main():
+        model = object.__new__(Model)
+        model.name, model._limit, model._accepted = "line", 2, 0
+        model._worker = SimpleNamespace(seconds=0.0, alive=True)
+        late = asyncio.get_running_loop().time() + 60
+        with model.admitted(late):
+            with model.admitted(late), pytest.raises(Refusal, match="2 requests waiting: try again"):
+                model.check_room(late)
+            model.check_room(late)
+
+    asyncio.run(main())
+
+
 def test_a_client_that_takes_a_little_of_its_answer_and_then_nothing_is_let_go():
     body = bytes(16 * 2**20)
 

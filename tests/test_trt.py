@@ -26,8 +26,8 @@ from mdps.runtime.device import cuda as cuda_module
 from mdps.runtime.device.seam import Buffer, Card
 from mdps.runtime.errors import BackendError, BundleError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.plans import plans_of
-from mdps.runtime.trt import Loader, Scratch, TrtEngine, open_plans
+from mdps.runtime.plans import PlanEntry, plans_of
+from mdps.runtime.trt import Loader, Scratch, TrtEngine, check_plan, open_plans
 
 RTX = "tensorrt-rtx"
 CARD = Card(0, "Fake 4090", "8.9")
@@ -341,6 +341,18 @@ def test_another_release_is_refused_with_both_named(bundle, here):
     here(version="11.0")
     with pytest.raises(BackendError, match=r"built by TensorRT 10\.9, here is 11\.0: on this machine run `mdps export"):
         load(bundle, backend="tensorrt")
+
+
+def test_a_plan_is_for_its_very_release_and_for_its_cards():
+    shapes = {"batch": (1, 1, 8), "samples": None, "types": {}, "inspected": "network"}
+    of = {"role": "score", "file": "score.plan", "precision": "fp32", "graph": "score.onnx", "key": "0" * 64}
+    entry = PlanEntry(backend="tensorrt", version="10.9.0", compute_capabilities=("8.6", "8.9"), **of, **shapes)
+    manifest = SimpleNamespace(network={}, checkpoint=SimpleNamespace(name="line.pt"))
+    check_plan(entry, "10.9.0", CARD, Path("b"), manifest)
+    with pytest.raises(BackendError, match=r"built by TensorRT 10\.9\.0, here is 10\.10\.0"):
+        check_plan(entry, "10.10.0", CARD, Path("b"), manifest)
+    with pytest.raises(BackendError, match=r"for compute capability 8\.6, 8\.9, here is card 0"):
+        check_plan(entry, "10.9.0", Card(0, "NVIDIA H200", "9.0"), Path("b"), manifest)
 
 
 def test_a_bundle_without_plans_names_the_export(bundle, here):

@@ -1,0 +1,514 @@
+"""Breaks one line of the method at a time: a test must fail. `python tests/mutants.py [NAME ..] [--report FILE]`
+
+Each line is changed in a copy of the tree, and only the tests named beside it run there. It is "killed" where one of
+them fails, and they pass without the change; "survived" where nobody notices: then a test is missing. Every run begins
+as a fork of a process that has loaded torch already (Linux, macOS).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADED = ["pytest", "numpy", "PIL.Image", "torch", "onnx", "onnxruntime", "diffusers.schedulers.scheduling_ddim"]
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "runs", "demo-report", "build", "dist")
+LONGEST = 3600.0  # seconds of one run; a busy machine is no survivor
+BROKEN = "the change or the tests do not load"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`line`, which stands once in `file`, becomes `broken`; then `what` is wrong, and one of `tests` fails."""
+
+    name: str
+    file: str
+    line: str
+    broken: str
+    what: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # the plan of a pass
+    Mutant(
+        "paper-index", "runtime/schedule.py",
+        "[(t - 1.0, alpha[t], alpha[t - stride]) for t in range(level, 0, -stride)]",
+        "[(t - 0.0, alpha[t], alpha[t - stride]) for t in range(level, 0, -stride)]",
+        "the network is told t, and not t - 1",
+        ("test_schedule.py::test_paper_times_follow_algorithm_1",),
+    ),
+    Mutant(
+        "paper-alpha-offset", "runtime/schedule.py",
+        "alpha = [1.0, *schedule.alphas_cumprod.tolist()]",
+        "alpha = [*schedule.alphas_cumprod.tolist(), 1.0]",
+        "alpha(t) is alphas_cumprod[t], and not [t - 1]; the last step does not land on 1",
+        ("test_schedule.py::test_paper_times_follow_algorithm_1",),
+    ),
+    Mutant(
+        "reference-last-step", "runtime/schedule.py",
+        "alpha[t - skip] if t >= skip else 1.0) for t in calls]",
+        "alpha[max(0, t - skip)]) for t in calls]",
+        "the authors' last step does not land on 1",
+        ("test_schedule.py::test_reference_times_are_those_of_the_authors_code[200-10-180]",),
+    ),
+    Mutant(
+        "sigma", "runtime/schedule.py",
+        "math.sqrt(1 - alpha_t / alpha_s)",
+        "math.sqrt(1 - alpha_t)",
+        "sigma without the ratio of the alphas",
+        ("test_schedule.py::test_sigma_is_diffusers_variance[paper]",),
+    ),
+    # the loop
+    Mutant(
+        "first-noise", "runtime/sampler.py",
+        "return np.float32(np.sqrt(np.float32(1 - alpha)))",
+        "return np.float32(1 - np.sqrt(np.float32(alpha)))",
+        "1 - sqrt(a) for the noise of the first x_t, and not sqrt(1 - a)",
+        ("test_sampler.py::test_the_known_part_is_noised_with_the_initial_noise",),
+    ),
+    Mutant(
+        "image-major", "runtime/sampler.py",
+        "y, m = np.repeat(observation, samples, axis=0), np.repeat(mask, samples, axis=0)",
+        "y, m = np.tile(observation, (samples, 1, 1, 1)), np.tile(mask, (samples, 1, 1, 1))",
+        "samples lie sample by sample, and are read image by image",
+        ("test_sampler.py::test_a_result_depends_on_neither_batch_nor_order[paper]",),
+    ),
+    Mutant(
+        "noise-order", "runtime/noise.py",
+        "noise = self._keep(key, np.tile(noise[:samples], (images, 1, 1, 1)))",
+        "noise = self._keep(key, np.repeat(noise[:samples], images, axis=0))",
+        "which noise an image gets depends on its batch",
+        ("test_sampler.py::test_a_result_depends_on_neither_batch_nor_order[paper]",),
+    ),
+    Mutant(
+        "noise-key", "runtime/noise.py",
+        "[self.seed, sample, pass_index, step_index + 1, *self.shape]",
+        "[self.seed, sample, 0, step_index + 1, *self.shape]",
+        "both passes get the same noise",
+        ("test_noise.py::test_equal_keys_give_equal_noise_and_others_do_not",),
+    ),
+    Mutant(
+        "step-scalars", "runtime/sampler.py",
+        '"alpha_s": step.alpha_s,',
+        '"alpha_s": step.alpha_t,',
+        "a step goes nowhere",
+        ("test_sampler.py::test_the_unguided_pass_is_ddim_of_diffusers[paper]",),
+    ),
+    # one step
+    Mutant(
+        "mask-blend", "export/step.py",
+        "return known + mask * (sample - known)",
+        "return sample + mask * (known - sample)",
+        "the mask the other way round",
+        ("test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+    ),
+    Mutant(
+        "residual-norm", "export/step.py",
+        "length = torch.sqrt((residual * residual).sum(dim=(1, 2, 3), keepdim=True))",
+        "length = torch.sqrt((residual * residual).sum(dim=(0, 1, 2, 3), keepdim=True))",
+        "one norm over the whole batch",
+        ("test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+    ),
+    Mutant(
+        "guidance-sign", "export/step.py",
+        "guided = eps + guidance_scale * torch.sqrt(1 - alpha_t) * gradient",
+        "guided = eps - guidance_scale * torch.sqrt(1 - alpha_t) * gradient",
+        "guidance away from the observation",
+        ("test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+    ),
+    Mutant(
+        "gradient-rsqrt-alpha", "export/step.py",
+        "return eps, (u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)) * torch.rsqrt(alpha)",
+        "return eps, u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)",
+        "the gradient without 1 / sqrt(a)",
+        ("test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+    ),
+    Mutant(
+        "spread-without-sigma", "export/step.py",
+        "spread = torch.sqrt(torch.clamp(1 - alpha_s - sigma * sigma, min=0.0))",
+        "spread = torch.sqrt(torch.clamp(1 - alpha_s - sigma, min=0.0))",
+        "sigma, and not its square, is taken from the noise's share",
+        ("test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+    ),
+    # the network and its pullback
+    Mutant(
+        "sin-cos", "models/unet.py",
+        "return torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)",
+        "return torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)",
+        "the time embedding of another library",
+        ("test_unet.py::test_embedding_is_cos_then_sin[0.0]",),
+    ),
+    Mutant(
+        "flip", "export/linearize.py",
+        "flipped = module.weight.detach().transpose(0, 1).flip(2, 3).contiguous()",
+        "flipped = module.weight.detach().transpose(0, 1).contiguous()",
+        "the pullback convolves with weights that are not flipped",
+        ("test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+    ),
+    Mutant(
+        "skip-order", "export/linearize.py",
+        "g = pullback(g + skip_gradients.pop())",
+        "g = pullback(g + skip_gradients.pop(0))",
+        "the gradients of the skips in the order of the decoder",
+        ("test_linearize.py::test_output_and_pullback_equal_autograd[pooled_one_head-Grouped-1]",),
+    ),
+    Mutant(
+        "attention-scale", "export/linearize.py",
+        "scale = (channels // block.heads) ** -0.5",
+        "scale = channels**-0.5",
+        "the width of all heads, and not of one",
+        ("test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+    ),
+    Mutant(
+        "attention-pullback", "export/linearize.py",
+        "g_q = (g_logits @ k.transpose(-1, -2)).transpose(-1, -2) * scale",
+        "g_q = (g_logits @ k.transpose(-1, -2)).transpose(-1, -2)",
+        "the scale is missing in the gradient of q",
+        ("test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+    ),
+    Mutant(
+        "silu-grouped", "export/norms.py",
+        "return y, lambda g: norm_pullback(g * (s + y * (1 - s)))",
+        "return y, lambda g: norm_pullback(g * (s + s * (1 - s)))",
+        "derivative of another function",
+        ("test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
+    ),
+    Mutant(
+        "silu-by-channel", "export/norms.py",
+        "return stats.pull(g * ((1 - q) * (1 - opposite * q)))",
+        "return stats.pull(g * ((1 - q) * (1 + opposite * q)))",
+        "a sign of the same in the other form",
+        ("test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
+    ),
+    Mutant(
+        "norm-pullback", "export/norms.py",
+        "return (g_hat - x_hat * inner - g_hat.mean(dim=-1, keepdim=True)).reshape(g.shape)",
+        "return (g_hat - x_hat * inner).reshape(g.shape)",
+        "the norm's mean counts as a constant",
+        ("test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
+    ),
+    Mutant(
+        "group-mean", "export/norms.py",
+        "averaging = member.t() * (self.groups / channels)",
+        "averaging = member.t() / channels",
+        "means of groups too small by the number of groups",
+        ("test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
+    ),
+    # maps, mask and score
+    Mutant(
+        "mask-side", "export/score.py",
+        "return (anomaly_map > low + factor * (high - low)).to(anomaly_map.dtype)",
+        "return (anomaly_map >= low + factor * (high - low)).to(anomaly_map.dtype)",
+        "a map that is flat masks everything",
+        ("test_score_graph.py::test_equal_images_have_no_pixel_term",),
+    ),
+    Mutant(
+        "mask-frozen-high", "export/score.py",
+        "high = torch.where(frozen > 0, high, anomaly_map.amax(dim=(1, 2, 3), keepdim=True))",
+        "high = anomaly_map.amax(dim=(1, 2, 3), keepdim=True)",
+        "a frozen range whose upper end is the image's own",
+        ("test_score_graph.py::test_a_frozen_mask_range_replaces_the_maps_own",),
+    ),
+    Mutant(
+        "mask-range-per-image", "runtime/pipeline.py",
+        'frozen = float(mask_range is not None and settings.range != "per-image")',
+        "frozen = float(mask_range is not None)",
+        "a range that happens to be there replaces each image's own",
+        ("test_detector.py::test_a_mask_per_image_takes_no_range_from_elsewhere",),
+    ),
+    Mutant(
+        "top-mean", "export/score.py",
+        "return values.topk(self.settings.top).values.mean(dim=1)",
+        "return values.mean(dim=1)",
+        "the score is the mean of all pixels",
+        ("test_score_graph.py::test_paper_map_of_the_golden_features",),
+    ),
+    Mutant(
+        "feature-cosine", "export/score.py",
+        "torch.clamp((f * f).sum(dim=1, keepdim=True), min=1e-16)",
+        "torch.clamp((f * f).sum(dim=(1, 2, 3), keepdim=True), min=1e-16)",
+        "features are normalised over the image, and not at each place",
+        ("test_score_graph.py::test_paper_map_of_the_golden_features",),
+    ),
+    Mutant(
+        "feature-upsampling", "export/score.py",
+        'distance, [height, width], mode="bilinear", align_corners=self.settings.align_corners',
+        'distance, [height, width], mode="bilinear", align_corners=False',
+        "the authors' alignment of corners is ignored",
+        ("test_score_graph.py::test_reference_map_of_the_golden_features[0]",),
+    ),
+    Mutant(
+        "pixel-weight", "export/score.py",
+        "return (feature + self.settings.eta * self._pixel(residual, feature)).mean(dim=1)",
+        "return (feature + self._pixel(residual, feature)).mean(dim=1)",
+        "eta is ignored",
+        ("test_score_graph.py::test_paper_map_of_the_golden_features",),
+    ),
+    Mutant(
+        "pixel-weight-alone", "export/score.py",
+        "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).mean(dim=1)",
+        "return residual.sum(dim=2, keepdim=True).mean(dim=1)",
+        "eta is ignored where there are no features",
+        ("test_score_graph.py::test_a_map_of_pixels_alone_is_their_weighted_difference",),
+    ),
+    Mutant(
+        "samples-mean", "export/score.py",
+        "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).mean(dim=1)",
+        "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).amax(dim=1)",
+        "the worst sample, and not the mean of all",
+        ("test_score_graph.py::test_a_map_of_pixels_alone_is_their_weighted_difference",),
+    ),
+    # verdicts
+    Mutant(
+        "threshold-rank", "runtime/calibration.py",
+        "rank = min(count, math.ceil((count + 1) * (1 - false_alarm_rate) - 1e-9))",
+        "rank = min(count, math.ceil(count * (1 - false_alarm_rate) - 1e-9))",
+        "the plain quantile: more false alarms than promised",
+        ("test_calibration.py::test_the_promised_rate_holds_on_new_images[30-0.3]",),
+    ),
+    Mutant(
+        "mask-range-pass", "runtime/calibration.py",
+        "mask_low=first.low,",
+        "mask_low=last.low,",
+        "the frozen mask range is measured on the last maps",
+        ("test_calibration.py::test_calibrate_measures_threshold_and_ranges",),
+    ),
+    Mutant(
+        "exit-below-threshold", "runtime/calibration.py",
+        "return min(calibration.first_quantiles[EXIT_SHARES.index(share)], calibration.threshold)",
+        "return calibration.first_quantiles[EXIT_SHARES.index(share)]",
+        "who would fail may leave early",
+        ("test_calibration.py::test_an_early_exit_is_below_its_share_of_good_parts_and_below_the_threshold",),
+    ),
+    Mutant(
+        "exit-side", "runtime/pipeline.py",
+        'leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)',
+        'leaves = first["anomaly_score"] < (-np.inf if exit_limit is None else exit_limit)',
+        "the good part that set the limit does not leave",
+        ("test_detector.py::test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
+    ),
+    Mutant(
+        "verdict-side", "runtime/detector.py",
+        'verdict = "fail" if score > threshold else "pass"',
+        'verdict = "fail" if score >= threshold else "pass"',
+        "the good part that set the threshold fails",
+        ("test_detector.py::test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
+    ),
+    Mutant(
+        "first-sample", "runtime/detector.py",
+        "posterior_sample=found.posterior_samples[index * self._settings.sampler.samples],",
+        "posterior_sample=found.posterior_samples[index],",
+        "a result shows the sample of another image",
+        ("test_detector.py::test_the_map_averages_over_samples[2]",),
+    ),
+    # pictures
+    Mutant(
+        "channel-order", "runtime/preprocessing.py",
+        "rgb.transpose(2, 0, 1).astype(np.float32)",
+        "rgb[..., ::-1].transpose(2, 0, 1).astype(np.float32)",
+        "BGR",
+        ("test_preprocessing.py::test_resize_is_the_antialiased_bilinear_of_torch",),
+    ),
+    Mutant(
+        "resize", "runtime/preprocessing.py",
+        "picture = picture.resize(size, Image.Resampling.BILINEAR)",
+        "picture = picture.resize(size, Image.Resampling.BICUBIC)",
+        "another filter than in training",
+        ("test_preprocessing.py::test_resize_is_the_antialiased_bilinear_of_torch",),
+    ),
+    Mutant(
+        "rounding", "runtime/preprocessing.py",
+        "levels = np.rint((np.clip(chw, -1, 1) + 1) * 127.5)",
+        "levels = (np.clip(chw, -1, 1) + 1) * 127.5",
+        "levels are cut off, and not rounded",
+        ("test_preprocessing.py::test_units_are_exact_and_reversible",),
+    ),
+    # gates
+    Mutant(
+        "parity-nan", "export/parity.py",
+        "return [name for name, error in self.errors.items() if not error <= self.tolerances.get(name, 0.0)]",
+        "return [name for name, error in self.errors.items() if error > self.tolerances.get(name, 0.0)]",
+        "a network that gives NaN passes the gate of an export",
+        ("test_export.py::test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
+    ),
+    Mutant(
+        "parity-worst", "export/parity.py",
+        "self.errors[name] = float(np.maximum(self.errors.get(name, 0.0), error))",
+        "self.errors[name] = error",
+        "only the last comparison counts",
+        ("test_export.py::test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
+    ),
+    Mutant(
+        "file-hash", "runtime/manifest.py",
+        "if FileEntry.of(path).sha256 != entry.sha256:",
+        "if not entry.sha256:",
+        "a changed file of the right size is loaded",
+        ("test_manifest.py::test_one_flipped_bit_is_found",),
+    ),
+    Mutant(
+        "plan-release", "runtime/trt.py",
+        "if entry.version != version:",
+        'if entry.version.split(".")[0] != version.split(".")[0]:',
+        "a plan of another minor release is given to the library",
+        ("test_trt.py::test_a_plan_is_for_its_very_release_and_for_its_cards",),
+    ),
+    Mutant(
+        "plan-card", "runtime/trt.py",
+        "if card.compute_capability not in entry.compute_capabilities:",
+        "if not entry.compute_capabilities:",
+        "a plan of another card is given to the library",
+        ("test_trt.py::test_a_plan_is_for_its_very_release_and_for_its_cards",),
+    ),
+    # the server
+    Mutant(
+        "token", "serving/http/guard.py",
+        "hmac.compare_digest(_digest(given.strip().encode()), self._digest):",
+        "hmac.compare_digest(_digest(given.strip().encode())[:0], self._digest[:0]):",
+        "any token opens",
+        ("test_serve_access.py::test_only_the_very_token_opens_the_door",),
+    ),
+    Mutant(
+        "queue-bound", "serving/http/model.py",
+        "if waiting >= self._limit or (waiting and wait + self._worker.seconds > left):",
+        "if waiting > self._limit or (waiting and wait + self._worker.seconds > left):",
+        "one request more than was said",
+        ("test_serve_endures.py::test_the_queue_holds_as_many_as_was_said",),
+    ),
+    Mutant(
+        "reload-mixes", "serving/http/worker.py",
+        "is_other = item.engine is not batch[0].engine",
+        "is_other = item.engine is None",
+        "after a reload images are judged by the model before it",
+        ("test_serve_worker.py::test_each_item_is_judged_by_the_engine_it_was_prepared_for",),
+    ),
+)  # fmt: skip
+
+
+@contextmanager
+def copied(root: Path = ROOT) -> Iterator[Path]:
+    """A copy of the tree under the name its package has, with the shared folder beside it."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder, "mdps")
+        shutil.copytree(root, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        if (root.parent / "shared").is_dir():
+            (tree.parent / "shared").symlink_to(root.parent / "shared")
+        yield tree
+
+
+@contextmanager
+def broken(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """The tree with the line changed, and what Python keeps of that file forgotten."""
+    file = tree / mutant.file
+    text = file.read_text()
+    if text.count(mutant.line) != 1:
+        raise SystemExit(f"{mutant.name}: the line should stand once in {mutant.file}: {mutant.line}")
+    kept = Path(cache_from_source(str(file)))
+    try:
+        kept.unlink(missing_ok=True)
+        file.write_text(text.replace(mutant.line, mutant.broken))
+        yield
+    finally:
+        kept.unlink(missing_ok=True)
+        file.write_text(text)
+
+
+def judge(tests: Sequence[str], tree: Path) -> tuple[int | None, str]:
+    """pytest's exit status and its output; None where it ran too long."""
+    log = tree.parent / "log"
+    context = get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    process = context.Process(target=_pytest, args=([f"tests/{test}" for test in tests], tree, log))
+    process.start()
+    process.join(LONGEST)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None, log.read_text()
+    return process.exitcode, log.read_text()
+
+
+def _pytest(tests: list[str], tree: Path, log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree.parent))
+    sys.dont_write_bytecode = False  # whatever the environment says: the copy is compiled once
+    os.environ |= {"PYTHONPATH": str(tree.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    import pytest
+
+    import mdps
+
+    assert Path(mdps.__file__).parent == tree, f"mdps is {mdps.__file__}, and not the copy"
+    sys.exit(int(pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests])))
+
+
+def outcome_of(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """ "killed" with the test that failed, or "survived" or "void" with what is to be said of it."""
+    with broken(mutant, tree):
+        status, output = judge(mutant.tests, tree)
+    if status == 1 and (failed := re.search(r"^FAILED tests/(\S+)", output, re.MULTILINE)):
+        return "killed", failed[1]
+    if status == 0:
+        return "survived", "nothing"
+    print(output[-3000:], file=sys.stderr)
+    return "void", "no end" if status is None else BROKEN
+
+
+HEAD = """# Mutations
+
+Lines of the method, each broken once, and the test that failed then: `python tests/mutants.py --report
+docs/mutations.md`, on Linux; names choose some, and leave the other rows as they are. Only the tests named beside the
+line in `tests/mutants.py` ran, and they passed without the change. Our tests check that every line is still there.
+
+| mutation | file | what is wrong then | outcome | by |
+|---|---|---|---|---|
+"""
+
+
+def write_report(path: Path, outcomes: dict[str, tuple[str, str]]) -> None:
+    """A row a mutant; of those that did not run now, the row that is there."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    known = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    for mutant in MUTANTS:
+        if mutant.name in outcomes:
+            outcome, by = outcomes[mutant.name]
+            cells = (f"`{mutant.name}`", f"`{mutant.file}`", mutant.what, outcome, f"`{by}`")
+            known[mutant.name] = f"| {' | '.join(cells)} |"
+    path.write_text(HEAD + "".join(f"{known[m.name]}\n" for m in MUTANTS if m.name in known))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--report", type=Path)
+    chosen = parser.parse_args()
+    for name in set(chosen.names) - {mutant.name for mutant in MUTANTS}:
+        parser.error(f"there is no mutant {name}")
+    mutants = [mutant for mutant in MUTANTS if not chosen.names or mutant.name in chosen.names]
+    outcomes: dict[str, tuple[str, str]] = {}
+    with copied() as tree:
+        for mutant in mutants:
+            outcomes[mutant.name] = outcome_of(mutant, tree)
+            print(mutant.name, *outcomes[mutant.name], flush=True)
+        tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        status, output = judge(tests, tree)
+        if status != 0:
+            print(output[-3000:], file=sys.stderr)
+            raise SystemExit("the tests do not pass without a change, so that nothing of this counts")
+    if chosen.report:
+        write_report(chosen.report, outcomes)
+    return int(any(outcome != "killed" for outcome, _ in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
