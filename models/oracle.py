@@ -18,7 +18,7 @@ Eps = Callable[[Tensor, Tensor], Tensor]
 """eps_theta(x_t [B, 3, H, W], timestep []) -> [B, 3, H, W]."""
 Features = Callable[[Tensor], Sequence[Tensor]]
 """Stage features of images [B, 3, H, W] in [-1, 1]."""
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
