@@ -122,9 +122,7 @@ def test_loading_opens_on_the_card_and_keeps_what_it_took(tiny_bundle, machine, 
 
 def test_a_whole_batch_that_may_not_fit_is_a_warning(tiny_bundle, machine):
     machine(int(0.9 * GB))
-    with pytest.warns(
-        BackendWarning, match=r"64 samples at once may need .* GB .*card 0 .* has 0\.9 free"
-    ):
+    with pytest.warns(BackendWarning, match=r"64 samples at once may need .* GB .*card 0 .* has 0\.9 free"):
         assert placed(tiny_bundle, max_batch=64).ordinal == 0
 
 
