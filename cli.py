@@ -55,6 +55,9 @@ def cli() -> None:
       mdps export --ckpt denoiser.pt --out bundle
       mdps calibrate bundle good/
       mdps predict bundle line/ --out results
+    \b
+    A denoiser from images of good parts alone, on a processor:
+      mdps train good/ --out run --recipe small --minutes 45
     """
 
 
@@ -311,7 +314,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 @AS_JSON
 @TRACEBACK
 def doctor(as_json: bool) -> int:
-    """Try each engine of this machine, and list its cards, processors and versions."""
+    """Try ONNX Runtime's providers and OpenVINO, and list cards, processors and versions."""
     from mdps.runtime.doctor import diagnose
 
     diagnosis = diagnose()
