@@ -466,9 +466,9 @@ def outcome_of(mutant: Mutant, tree: Path) -> tuple[str, str]:
 
 HEAD = """# Mutations
 
-Lines of the method, each broken once, and the test that failed then: `python tests/mutants.py --report
-docs/mutations.md`, on Linux; names choose some, and leave the other rows as they are. Only the tests named beside the
-line in `tests/mutants.py` ran, and they passed without the change. Our tests check that every line is still there.
+Lines of the method, of gates and of the server, each broken once, and the test that failed then.
+`python tests/mutants.py --report docs/mutations.md` (Linux) writes this; with names it replaces their rows only. Only
+the tests named beside a line in `tests/mutants.py` ran, and they passed without the change.
 
 | mutation | file | what is wrong then | outcome | by |
 |---|---|---|---|---|
