@@ -589,5 +589,5 @@ def test_wrong_options(bundle):
 def test_no_provider_is_replaced_by_another(bundle):
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")
-    with pytest.raises(BackendError, match="CUDAExecutionProvider"):
+    with pytest.raises(BackendError, match=r"NVIDIA's driver|CUDAExecutionProvider"):  # without a card, with one
         load(bundle, provider="cuda")
