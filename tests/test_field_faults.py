@@ -166,8 +166,9 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
         check_finite(np.zeros((1, 1, 2, 2), np.float32), np.array([np.nan], np.float32))
 
     detector: Any = SimpleNamespace(
-        judge=judge, preprocessing=None, calibration=None, backend="", provenance={"engines": {}}, close=lambda: None
-    )
+        judge=judge, preprocessing=None, calibration=None, backend="", provenance={"engines": {}}, close=lambda: None,
+        warm_up_seconds=0.0,
+    )  # fmt: skip
     metrics = Metrics()
 
     async def ask() -> Refusal:

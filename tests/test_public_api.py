@@ -66,6 +66,16 @@ explicit_package_bases = true
 ignore_missing_imports = true
 [mypy-openvino.*]
 ignore_missing_imports = true
+[mypy-cuda.*]
+ignore_missing_imports = true
+[mypy-pycuda.*]
+ignore_missing_imports = true
+[mypy-pynvml.*]
+ignore_missing_imports = true
+[mypy-tensorrt.*]
+ignore_missing_imports = true
+[mypy-tensorrt_rtx.*]
+ignore_missing_imports = true
 [mypy-torch.*]
 # Not part of the interface, and half a minute to read.
 follow_imports = skip

@@ -181,7 +181,16 @@ def test_a_log_that_nobody_reads_keeps_no_server_from_ending(line_bundle, line_i
         process.stderr.close()
 
 
+@pytest.fixture
+def heard_hang_up():
+    """Tests under nohup would hand down to the server that a hang-up is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+@pytest.mark.usefixtures("heard_hang_up")
 def test_a_closed_terminal_is_a_stop_like_any_other(line_bundle, line_images):
     with serving([line_bundle], *ONE) as server:
         assert post(server.port, line_images[0]) == 200

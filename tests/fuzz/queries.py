@@ -52,6 +52,7 @@ class _Looking:
     backend = "none"
     provenance = MappingProxyType({"engines": {}})
     preprocessing = Preprocessing((16, 16))
+    warm_up_seconds = 0.0
 
     def judge(self, observations: Any) -> list[Result]:
         assert observations.dtype == np.float32
