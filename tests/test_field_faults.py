@@ -177,7 +177,7 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
             model = Model("line", Path(), first, load=lambda: detector, options=options, metrics=metrics, pool=pool)
             try:
                 with pytest.raises(Refusal) as refused:
-                    await model.judge(lambda _: np.zeros((3, 2, 2), np.float32))
+                    await model.judge(lambda _: np.zeros((3, 2, 2), np.float32), asyncio.get_running_loop().time() + 60)
             finally:
                 await asyncio.to_thread(model.close)
         return refused.value
