@@ -69,7 +69,7 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROU
         channels = x.shape[1]
         x, pullback = _sequential(norms, block, torch.cat([x, skips.pop()], dim=1), emb)
         decoder.append((pullback, channels))
-    x, norm = _norm_silu(norms, network.out[0], x)
+    x, norm = _norm(norms.silu, network.out[0], x)
     x, conv = _conv(network.out[2], x)
 
     def pull(g: Tensor) -> Tensor:
@@ -117,16 +117,16 @@ def _layer(form: NormForm, layer: nn.Module, x: Tensor, emb: Tensor) -> Linear:
 
 
 def _res_block(form: NormForm, block: ResBlock, x: Tensor, emb: Tensor) -> Linear:
-    h, in_norm = _norm_silu(form, block.in_layers[0], x)
+    h, in_norm = _norm(form.silu, block.in_layers[0], x)
     skip, skip_resample = _resample(block.resample, x)
     h, h_resample = _resample(block.resample, h)
     h, in_conv = _conv(block.in_layers[2], h)
     time = block.emb_layers(emb)[:, :, None, None]  # float32
     if block.scale_shift_norm:
         scale, shift = time.chunk(2, dim=1)
-        h, out_norm = _norm_silu(form, block.out_layers[0], h, (1 + scale, shift))
+        h, out_norm = _norm(form.silu, block.out_layers[0], h, (1 + scale, shift))
     else:
-        h, out_norm = _norm_silu(form, block.out_layers[0], h + time.to(h.dtype))
+        h, out_norm = _norm(form.silu, block.out_layers[0], h + time.to(h.dtype))
     h, out_conv = _conv(block.out_layers[3], h)
     skip, skip_conv = _conv(block.skip_connection, skip)
 
@@ -154,10 +154,6 @@ def _norm(form: Norm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | 
         gamma, beta = gamma * time[0], beta * time[0] + time[1]
     y, pullback = form(norm, x.float(), gamma, beta)
     return y.to(x.dtype), lambda g: pullback(g.float()).to(x.dtype)
-
-
-def _norm_silu(form: NormForm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
-    return _norm(form.silu, norm, x, time)
 
 
 def _conv(conv: nn.Module, x: Tensor) -> Linear:
