@@ -62,19 +62,7 @@ CONFIG = """[mypy]
 strict = true
 mypy_path = .
 explicit_package_bases = true
-[mypy-onnxruntime.*]
-ignore_missing_imports = true
-[mypy-openvino.*]
-ignore_missing_imports = true
-[mypy-cuda.*]
-ignore_missing_imports = true
-[mypy-pycuda.*]
-ignore_missing_imports = true
-[mypy-pynvml.*]
-ignore_missing_imports = true
-[mypy-tensorrt.*]
-ignore_missing_imports = true
-[mypy-tensorrt_rtx.*]
+[mypy-onnxruntime.*,openvino.*,cuda.*,pycuda.*,pynvml.*,tensorrt.*,tensorrt_rtx.*]
 ignore_missing_imports = true
 [mypy-torch.*]
 # Not part of the interface, and half a minute to read.
