@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,26 +117,46 @@ Note = Callable[[str, str, str, dict[str, int], int], None]
 
 
 @pytest.fixture(scope="module")
-def note() -> Iterator[Note]:
-    """Takes down what was built (network, graph, precision, layers by type, bytes) in the file MDPS_BUILD_TABLE."""
-    rows: list[str] = []
+def note() -> Note:
+    """Takes down what was built (network, graph, precision, layers by type, bytes) in the file MDPS_BUILD_TABLE.
+
+    After every build, so that a run that is stopped leaves what it did.
+    """
+    rows = ["| network | graph | precision | layers | plan, MB |", "|---|---|---|---|---:|"]
 
     def row(network: str, graph: str, precision: str, types: dict[str, int], size: int) -> None:
         layers = ", ".join(f"{count} {name}" for name, count in sorted(types.items()))
         rows.append(f"| {network} | {graph} | {precision} | {sum(types.values())} ({layers}) | {size / 1e6:.1f} |")
+        if file := os.environ.get("MDPS_BUILD_TABLE"):
+            Path(file).write_text("\n".join(rows) + "\n")
 
-    yield row
-    if rows and (file := os.environ.get("MDPS_BUILD_TABLE")):
-        head = "| network | graph | precision | layers | plan, MB |\n|---|---|---|---|---:|\n"
-        Path(file).write_text(head + "\n".join(rows) + "\n")
+    return row
 
 
-def build_for_every_card(path: Path, precision: str, batch: int = 16) -> Built:
-    built = Builder.of("tensorrt-rtx", EVERY_CARD, precision).build(
+def build_for(capabilities: tuple[str, ...], path: Path, precision: str, batch: int = 16) -> Built:
+    built = Builder.of("tensorrt-rtx", capabilities, precision).build(
         path, profile_of(path, (1, 1, batch), None), precision
     )
     assert built.types[TYPES[precision]] > 20
     return built
+
+
+def build_for_every_card(path: Path, precision: str, batch: int = 16) -> Built:
+    return build_for(EVERY_CARD, path, precision, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", EVERY_CARD)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@KINDS
+def test_steps_build_for_one_card_alone(
+    kind: str, precision: str, capability: str, make_network: Callable[..., UNet], rtx: Builder, note: Note,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A plan for one capability is not a part of the plan for three: the builder chooses anew."""
+    path = graph(make_network("biggan"), kind, precision, ByChannel(), tmp_path / "step.onnx")
+    built = build_for((capability,), path, precision)
+    note("biggan", f"{kind} step, by-channel, {capability} alone", precision, built.types, len(built.plan))
 
 
 @pytest.mark.slow
@@ -203,11 +223,14 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES)
-def test_features_and_scores_of_every_method_build_for_every_card(
-    score: str, rtx: Builder, note: Note, tmp_path: Path
+@pytest.mark.parametrize(
+    ("score", "capabilities"),
+    [*((score, EVERY_CARD) for score in SCORES), *(("paper", (one,)) for one in EVERY_CARD)],
+)
+def test_features_and_scores_of_every_method_build(
+    score: str, capabilities: tuple[str, ...], rtx: Builder, note: Note, tmp_path: Path
 ) -> None:
-    """In float32, whatever the denoiser's precision is."""
+    """In float32, whatever the denoiser's precision is; for every card together, and the paper's for each alone."""
     torch.manual_seed(0)
     network = UNet(
         UNetConfig(image_size=32, model_channels=32, channel_mult=(1,), num_res_blocks=1, attention_factors=())
@@ -216,10 +239,14 @@ def test_features_and_scores_of_every_method_build_for_every_card(
     tiny = {} if score == "anoddpm" else {"backbone": "random_tiny"}
     options = ExportOptions(**(tiny | SCORES[score]))
     bundle = export_bundle(tmp_path / "small.safetensors", tmp_path / "bundle", options)
-    manifest = add_plans(bundle, Manifest.read(bundle), Builder.of("tensorrt-rtx", EVERY_CARD))
+    manifest = add_plans(bundle, Manifest.read(bundle), Builder.of("tensorrt-rtx", capabilities))
+    alone = f", {capabilities[0]} alone" if len(capabilities) == 1 else ""
+    roles = [entry.role for entry in plans_of(manifest)]
+    assert "score" in roles
+    assert ("features" in roles) == (score != "anoddpm")
     for entry in plans_of(manifest):
         if entry.role in ("features", "score"):
-            note(entry.role, f"{score}, {options.backbone or 'pixels'}", "fp32", entry.types,
+            note(entry.role, f"{score}, {options.backbone or 'pixels'}{alone}", "fp32", entry.types,
                  (bundle / entry.file).stat().st_size)  # fmt: skip
 
 
