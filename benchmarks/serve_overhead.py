@@ -1,20 +1,23 @@
-"""What serving costs: `mdps serve` under wrk beside the bare runtime, in turns within one run.
+"""What serving costs: `mdps serve` beside the bare runtime, one image at a time and under wrk, in turns within one run.
 
     python -m mdps.benchmarks.serve_overhead BUNDLE IMAGE --out overhead.json
 
 Both sides start from the bytes of a file and use the same engine and threads. Needs wrk (apt-get install wrk).
 """
 
+import http.client
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -26,10 +29,10 @@ from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest
 
 _CLIENTS = 8  # that together keep the server busy
-_QUICK = 5  # percent
 _IDLE = 0.3  # seconds without work, after which the server counts as idle
 _FEW = 3  # answers
 BATCH = 4
+T = TypeVar("T")
 
 # wrk counts whole requests in a whole time, which cuts up to a batch off the end; the moments of the answers do not.
 _SCRIPT = """
@@ -63,9 +66,8 @@ end
 
 @dataclass(frozen=True)
 class Phase:
-    """One side for a moment: seconds an image took (one at a time), images a second, processor ms an image."""
+    """One side kept busy for a moment: images a second, processor ms an image."""
 
-    took: list[float]
     per_second: float
     processor_ms: float
 
@@ -74,21 +76,21 @@ class Phase:
 class Overhead:
     """What serving adds, on so many threads of the engine.
 
-    Times are of one image at a time, over all rounds of a side: medians, and the 5th percentile (`quick`), which other
-    work on the machine moves less. Throughputs are medians over rounds, and `throughput_share` is the median of the
-    rounds' own comparisons: a busy server beside the better of the bare runtime with one image and with a batch.
-    `processor` is the time of all threads for an image when kept busy, which other work hardly changes.
+    Milliseconds are medians over `pairs` of one image, judged by both sides one directly after the other: the speed of
+    a machine that others share changes within seconds, and both of a pair see the same. `added_ms` is the median of the
+    pairs' differences, `added_interval_ms` its 95 % confidence interval. Throughputs are medians over rounds,
+    `throughput_share` is the median of the rounds' own comparisons. `processor` is the time of all threads for an image
+    when kept busy, which other work hardly changes.
     """
 
-    rounds: int
     threads: int | None
-    images: int
+    pairs: int
     bare_ms: float
     served_ms: float
     added_ms: float
-    bare_quick_ms: float
-    served_quick_ms: float
-    added_quick_ms: float
+    added_interval_ms: tuple[float, float]
+    rounds: int
+    bare_batch: int
     bare_per_second: float
     served_per_second: float
     throughput_share: float
@@ -98,13 +100,18 @@ class Overhead:
     machine: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields."""
-        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
-        return rounded | {"throughput_shares": [round(share, 3) for share in self.throughput_shares]}
+        """The fields, to a thousandth."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=lambda text: round(float(text), 3))
+        return fields
 
 
-def measure(bundle: Path, image: bytes, *, threads: int | None = 1, rounds: int = 7, seconds: float = 3.0) -> Overhead:
-    """Compare in turns: so many rounds of four phases of so many seconds, each side alone on the machine in its phase.
+def measure(
+    bundle: Path, image: bytes, *, threads: int | None = 1, pairs: int = 100, rounds: int = 5, seconds: float = 3.0
+) -> Overhead:
+    """Compare in turns: first image by image, then in rounds in which each side is kept busy for so many seconds.
+
+    The runtime is kept busy with single images or with batches, whichever is faster in a round before the others.
+    Which side goes first changes from one turn to the next.
 
     Raises MdpsError without wrk, and where an answer is refused or wrong.
     """
@@ -119,7 +126,6 @@ def measure(bundle: Path, image: bytes, *, threads: int | None = 1, rounds: int 
         "120000",
         *(() if threads is None else ("--threads", str(threads))),
     )
-    found: list[tuple[Phase, Phase, Phase, Phase]] = []
     with (
         tempfile.NamedTemporaryFile("w", suffix=".lua") as file,
         load(bundle, threads=threads) as detector,
@@ -127,46 +133,93 @@ def measure(bundle: Path, image: bytes, *, threads: int | None = 1, rounds: int 
     ):
         file.write(_script(image, detector))
         file.flush()
-        for _ in range(rounds):
-            found.append(
-                (
-                    _bare(detector, [image], seconds), _wrk(wrk, server, file.name, 1, seconds),
-                    _bare(detector, [image] * BATCH, seconds), _wrk(wrk, server, file.name, _CLIENTS, seconds),
-                )
-            )  # fmt: skip
-    return _overhead(found, threads, machine_facts(Manifest.read(bundle)))
-
-
-def _overhead(
-    found: Sequence[tuple[Phase, Phase, Phase, Phase]], threads: int | None, machine: dict[str, Any]
-) -> Overhead:
-    bare, served = ([1000 * s for phases in found for s in phases[side].took] for side in (0, 1))
-    busy = [max(one, many, key=lambda phase: phase.per_second) for one, _, many, _ in found]
-    loaded = [phases[3] for phases in found]
-    shares = [theirs.per_second / ours.per_second for theirs, ours in zip(loaded, busy, strict=True)]
-    middle, quick = ([float(np.percentile(side, at)) for side in (bare, served)] for at in (50, _QUICK))
+        bare, served = _image_by_image(detector, server, image, pairs)
+        batch = max((1, BATCH), key=lambda count: _bare(detector, [image] * count, seconds).per_second)
+        sides: tuple[Callable[[], Phase], Callable[[], Phase]] = (
+            lambda: _bare(detector, [image] * batch, seconds),
+            lambda: _wrk(wrk, server, file.name, seconds),
+        )
+        busy = in_turns(sides, rounds)
+    added = [1000 * (theirs - ours) for ours, theirs in zip(bare, served, strict=True)]
     return Overhead(
-        rounds=len(found), threads=threads, images=len(bare) + len(served),
-        bare_ms=middle[0], served_ms=middle[1], added_ms=middle[1] - middle[0],
-        bare_quick_ms=quick[0], served_quick_ms=quick[1], added_quick_ms=quick[1] - quick[0],
-        bare_per_second=statistics.median(phase.per_second for phase in busy),
-        served_per_second=statistics.median(phase.per_second for phase in loaded),
-        throughput_share=statistics.median(shares), throughput_shares=shares,
-        bare_processor_ms=statistics.median(phase.processor_ms for phase in busy),
-        served_processor_ms=statistics.median(phase.processor_ms for phase in loaded),
-        machine=machine,
+        threads=threads, pairs=pairs,
+        bare_ms=1000 * statistics.median(bare), served_ms=1000 * statistics.median(served),
+        added_ms=statistics.median(added), added_interval_ms=median_interval(added),
+        rounds=rounds, bare_batch=batch,
+        bare_per_second=statistics.median(ours.per_second for ours, _ in busy),
+        served_per_second=statistics.median(theirs.per_second for _, theirs in busy),
+        throughput_share=statistics.median(theirs.per_second / ours.per_second for ours, theirs in busy),
+        throughput_shares=[theirs.per_second / ours.per_second for ours, theirs in busy],
+        bare_processor_ms=statistics.median(ours.processor_ms for ours, _ in busy),
+        served_processor_ms=statistics.median(theirs.processor_ms for _, theirs in busy),
+        machine=machine_facts(Manifest.read(bundle)),
     )  # fmt: skip
+
+
+def in_turns(sides: tuple[Callable[[], T], Callable[[], T]], count: int) -> list[tuple[T, T]]:
+    """Both sides so many times, as a b, b a, a b, ..: always being second would be a better or a worse place."""
+    found = []
+    for index in range(count):
+        if index % 2:
+            second, first = sides[1](), sides[0]()
+        else:
+            first, second = sides[0](), sides[1]()
+        found.append((first, second))
+    return found
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Distribution-free confidence interval of a median: order statistics, by the binomial distribution.
+
+    As in Conover 1999, "Practical Nonparametric Statistics", section 3.2. With fewer than six values, their range.
+    """
+    ordered, count = sorted(values), len(values)
+    tail, below = 0.0, 0
+    while below < (count - 1) // 2 and tail + comb(count, below) / 2**count <= (1 - level) / 2:
+        tail += comb(count, below) / 2**count
+        below += 1
+    first = max(0, below - 1)
+    return ordered[first], ordered[count - 1 - first]
+
+
+def _image_by_image(
+    detector: Detector, server: ServerProcess, image: bytes, pairs: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each side, in pairs; the client of the server is one of Python's, on a connection that stays."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    score = detector(image).score
+
+    def bare() -> float:
+        begun = time.perf_counter()
+        detector.batch([image])
+        return time.perf_counter() - begun
+
+    def served() -> float:
+        begun = time.perf_counter()
+        connection.request("POST", "/inspect", image)
+        reply = connection.getresponse()
+        body = reply.read()
+        took = time.perf_counter() - begun
+        if reply.status != 200 or not math.isclose(json.loads(body)["score"], score, rel_tol=1e-4):
+            raise MdpsError(
+                f"a request was refused or judged otherwise, so there is nothing to compare: {body[:500]!r}"
+            )
+        return took
+
+    in_turns((bare, served), 2)  # the first connection, buffers of a single image
+    found = in_turns((bare, served), pairs)
+    connection.close()
+    return [ours for ours, _ in found], [theirs for _, theirs in found]
 
 
 def _bare(detector: Detector, images: list[bytes], seconds: float) -> Phase:
     started, used = time.perf_counter(), time.process_time()
-    times: list[float] = []
-    while (begun := time.perf_counter()) - started < seconds or not times:
+    count = 0
+    while time.perf_counter() - started < seconds or not count:
         detector.batch(images)
-        times.append(time.perf_counter() - begun)
-    count = len(times) * len(images)
+        count += len(images)
     used = time.process_time() - used
-    return Phase(times, count / (time.perf_counter() - started), 1000 * used / count)
+    return Phase(count / (time.perf_counter() - started), 1000 * used / count)
 
 
 def _script(image: bytes, detector: Detector) -> str:
@@ -175,11 +228,11 @@ def _script(image: bytes, detector: Detector) -> str:
     return _SCRIPT % {"body": body, "score": right.score, "verdict": right.verdict}
 
 
-def _wrk(wrk: str, server: ServerProcess, script: str, clients: int, seconds: float) -> Phase:
+def _wrk(wrk: str, server: ServerProcess, script: str, seconds: float) -> Phase:
     command = [
         wrk,
         "-t1",
-        f"-c{clients}",
+        f"-c{_CLIENTS}",
         f"-d{max(1, round(seconds))}s",
         "--timeout",
         "120s",
@@ -198,9 +251,9 @@ def _wrk(wrk: str, server: ServerProcess, script: str, clients: int, seconds: fl
         raise MdpsError(f"requests failed under wrk, so there is nothing to compare: {said[:2000]}")
     if len(moments) < _FEW:
         raise MdpsError(f"wrk got {len(moments)} answers in {seconds:g} s, too few to compare: give it more --seconds")
-    per_second = rate(moments, clients)
+    per_second = rate(moments, _CLIENTS)
     # The work for those that wrk left without an answer at its end counts in `used` too, so not by the answers.
-    return Phase(np.diff(moments).tolist(), per_second, 1000 * used / took / per_second)
+    return Phase(per_second, 1000 * used / took / per_second)
 
 
 def _wait_until_idle(server: ServerProcess) -> None:
@@ -231,14 +284,19 @@ def rate(moments: Sequence[float], clients: int) -> float:
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True))
 @click.argument("image", type=click.Path(path_type=Path, exists=True))
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--pairs", type=click.IntRange(1), default=100, show_default=True, help="Of single images.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
-    "--seconds", type=click.FloatRange(1), default=3, show_default=True, help="Of a phase; a dozen images at least."
+    "--seconds",
+    type=click.FloatRange(1),
+    default=3,
+    show_default=True,
+    help="Of a side in a round; 24 images at least.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the result (JSON).")
-def main(bundle: Path, image: Path, threads: int, rounds: int, seconds: float, out: Path | None) -> None:
+def main(bundle: Path, image: Path, threads: int, pairs: int, rounds: int, seconds: float, out: Path | None) -> None:
     """Measure what serving BUNDLE adds to its runtime, on IMAGE."""
-    result = measure(bundle, image.read_bytes(), threads=threads, rounds=rounds, seconds=seconds)
+    result = measure(bundle, image.read_bytes(), threads=threads, pairs=pairs, rounds=rounds, seconds=seconds)
     text = json.dumps(result.to_json(), indent=2)
     click.echo(text)
     if out is not None:
