@@ -2,10 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from mdps.benchmarks.looks import Box, Look
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
-from mdps.runtime.loading import choose_backend, open_inspector, override, placed
+from mdps.runtime.loading import open_detector, override
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
@@ -59,7 +58,7 @@ class BundleJudge:
         batch: int = 1,
     ) -> None:
         require(batch >= 1, f"batch {batch} should be at least 1")
-        self._bundle, self._batch, self._product = bundle, batch, product
+        self._bundle, self._batch = bundle, batch
         self.manifest = Manifest.read(bundle)
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
         asked = override(asked, samples=samples, early_exit=early_exit)
@@ -72,25 +71,20 @@ class BundleJudge:
         self._uses_test_set = self.settings.mask.range == "dataset"
         if self._uses_test_set:
             self._notes = (*self._notes, _USES_TEST_SET)
-        where = {"provider": provider, "max_batch": max(8, batch)}
-        self._detector = self._open(calibration, backend, device, threads, where)
+        self._detector = open_detector(
+            bundle,
+            self.manifest,
+            self.settings,
+            lambda pipeline, chosen: _RangedDetector(
+                self.manifest, pipeline, calibration, product=product, backend=chosen
+            ),
+            device=device,
+            backend=backend,
+            provider=provider,
+            threads=threads,
+            max_batch=max(8, batch),
+        )
         self._detector.mask_range = frozen
-
-    def _open(
-        self, calibration: Calibration | None, backend: str, device: str | None, threads: int | None, where: Any
-    ) -> "_RangedDetector":
-        these = (self._bundle, self.manifest, self.settings)
-        chosen = choose_backend(*these, backend=backend, threads=threads, **where)
-        placement = placed(*these, backend=chosen, device=device, **where)
-        with ExitStack() as opened:
-            ordinal = placement.ordinal if placement else 0
-            pipeline = open_inspector(
-                *these, opened, backend=chosen, threads=threads, device=ordinal, **where
-            )  # fmt: skip
-            detector = _RangedDetector(self.manifest, pipeline, calibration, product=self._product, backend=chosen)
-            detector.warm_up()
-            opened.pop_all()  # only a failure above closes what was opened
-        return detector
 
     @property
     def name(self) -> str:

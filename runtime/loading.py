@@ -1,15 +1,16 @@
 """Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
-from mdps.runtime.errors import BundleError, CalibrationError, require
-from mdps.runtime.manifest import FILE_NAME, GraphEntry, Manifest
+from mdps.runtime.errors import CalibrationError, require
+from mdps.runtime.manifest import GraphEntry, Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.ort import ON_CARDS, OnCard
 from mdps.runtime.pipeline import Inspector, Pipeline
@@ -21,6 +22,18 @@ from mdps.runtime.threads import available_cpus
 
 if TYPE_CHECKING:
     from mdps.runtime.placement import Placement
+
+D = TypeVar("D", bound=Detector)
+
+
+class EngineOptions(TypedDict, total=False):
+    """What computes a bundle's graphs, in the words and with the defaults of `load`; "auto" stands for no engine."""
+
+    backend: str
+    provider: str
+    threads: int | None
+    max_batch: int
+    torch_compile: str | None
 
 
 def load(
@@ -64,6 +77,34 @@ def load(
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
     calibration = _calibration(path, manifest, product, settings) if calibrated else None
     exit_limit(calibration, settings.sampler.early_exit, str(path))  # the detector says so too, but after its engines
+
+    def detector(pipeline: Inspector, chosen: str) -> Detector:
+        return Detector(manifest, pipeline, calibration, product=product, backend=chosen)
+
+    return open_detector(
+        path, manifest, settings, detector, device=device, warm_up=warm_up, backend=backend, provider=provider,
+        threads=threads, max_batch=max_batch, torch_compile=torch_compile,
+    )  # fmt: skip
+
+
+def open_detector(
+    path: Path,
+    manifest: Manifest,
+    settings: Settings,
+    make: Callable[[Inspector, str], D],
+    *,
+    device: str | int | None = None,
+    warm_up: bool = True,
+    backend: str = "onnxruntime",
+    provider: str = "cpu",
+    threads: int | None = None,
+    max_batch: int = 8,
+    torch_compile: str | None = None,
+) -> D:
+    """What `make` makes of the opened bundle and the name of its backend; the rest is said, and raises, as in `load`.
+
+    What was opened is closed where this fails, and otherwise with the detector.
+    """
     chosen = choose_backend(
         path, manifest, settings, backend=backend, provider=provider, threads=threads, max_batch=max_batch
     )
@@ -72,10 +113,10 @@ def load(
     )  # fmt: skip
     with ExitStack() as opened:
         pipeline = open_inspector(
-            path, manifest, settings, opened, backend=chosen, provider=provider, threads=threads, max_batch=max_batch,
-            device=placement.ordinal if placement else 0, torch_compile=torch_compile,
+            path, manifest, settings, opened, ordinal=placement.ordinal if placement else 0, backend=chosen,
+            provider=provider, threads=threads, max_batch=max_batch, torch_compile=torch_compile,
         )  # fmt: skip
-        detector = Detector(manifest, pipeline, calibration, product=product, backend=chosen)
+        detector = make(pipeline, chosen)
         if warm_up:
             detector.warm_up()
         if warm_up and placement:
@@ -108,63 +149,18 @@ def open_inspector(
     settings: Settings,
     opened: ExitStack,
     *,
-    backend: str = "onnxruntime",
-    provider: str = "cpu",
-    threads: int | None = None,
-    max_batch: int = 8,
-    device: int = 0,
-    torch_compile: str | None = None,
+    ordinal: int = 0,
+    **engine: Unpack[EngineOptions],
 ) -> Inspector:
-    """What judges images on any backend, closed with `opened`; `device` is CUDA's number of the card. As `load`."""
-    if backend not in PLAN_BACKENDS and not _stays_on_card(provider, settings):
-        return open_pipeline(
-            path, manifest, settings, opened, backend=backend, provider=provider, threads=threads, max_batch=max_batch,
-            device=device, torch_compile=torch_compile,
-        )  # fmt: skip
-    from mdps.runtime.device import cuda
-
-    if backend not in PLAN_BACKENDS:
-        from mdps.runtime.ort_card import open_on_card
-
-        on_card = open_on_card(
-            path, manifest, settings, cuda.open_driver(device), provider=provider, threads=threads,
-            max_batch=max_batch, compiled=torch_compile,
-        )  # fmt: skip
-        opened.callback(on_card.close)
-        return on_card
-    from mdps.runtime.trt import open_plans
-
-    pipeline = open_plans(path, manifest, settings, backend, lambda: cuda.open_driver(device), max_batch)
-    opened.callback(pipeline.close)
-    return pipeline
-
-
-def _stays_on_card(provider: str, settings: Settings) -> bool:
-    """Whether the whole loop runs on a card with ONNX Runtime; some settings need the host between the steps."""
-    if provider not in ON_CARDS:
-        return False
-    from mdps.runtime.ort_card import can_stay
-
-    return can_stay(settings)
+    """What judges images on any backend, closed with `opened`; `ordinal` is CUDA's number of the card. As `load`."""
+    return _Opener(path, manifest, settings, opened, ordinal, **engine).inspector()
 
 
 def open_pipeline(
-    path: Path,
-    manifest: Manifest,
-    settings: Settings,
-    opened: ExitStack,
-    *,
-    backend: str = "onnxruntime",
-    provider: str = "cpu",
-    threads: int | None = None,
-    max_batch: int = 8,
-    device: int = 0,
-    torch_compile: str | None = None,
+    path: Path, manifest: Manifest, settings: Settings, opened: ExitStack, **engine: Unpack[EngineOptions]
 ) -> Pipeline:
     """The sessions of a bundle whose files lie in `path`, closed with `opened`; raises as `load`."""
-    return _Opener(
-        path, manifest, settings, opened, backend, provider, threads, max_batch, device, torch_compile
-    ).pipeline()
+    return _Opener(path, manifest, settings, opened, **engine).pipeline()
 
 
 def choose_backend(
@@ -187,7 +183,9 @@ def choose_backend(
     passes = _comparable_passes(manifest, settings)
 
     def open_probe(name: str, opened: ExitStack) -> Probe:
-        opener = _Opener(path, manifest, settings, opened, name, provider, threads, max_batch)
+        opener = _Opener(
+            path, manifest, settings, opened, backend=name, provider=provider, threads=threads, max_batch=max_batch
+        )
         return stepper(opener.steps(passes), manifest, settings, passes)
 
     situation = Situation.here(manifest, threads or available_cpus(), settings.sampler.samples)
@@ -224,18 +222,45 @@ def _calibration(path: Path, manifest: Manifest, product: str, settings: Setting
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens the sessions of one bundle and closes them again when loading fails half-way."""
+    """Opens what one bundle needs, and leaves the closing to `opened`; `ordinal` is CUDA's number of the card."""
 
     path: Path
     manifest: Manifest
     settings: Settings
     opened: ExitStack
-    backend: str
-    provider: str
-    threads: int | None
-    max_batch: int
-    device: int = 0
+    ordinal: int = 0
+    backend: str = "onnxruntime"
+    provider: str = "cpu"
+    threads: int | None = None
+    max_batch: int = 8
     torch_compile: str | None = None
+
+    def inspector(self) -> Inspector:
+        """The whole loop on a card where backend, provider and settings allow that, else sessions and a loop here."""
+        inspector = self._on_card()
+        if inspector is None:
+            return self.pipeline()
+        self.opened.callback(inspector.close)
+        return inspector
+
+    def _on_card(self) -> Inspector | None:
+        if self.backend in PLAN_BACKENDS:
+            from mdps.runtime.device import cuda
+            from mdps.runtime.trt import open_plans
+
+            driver = partial(cuda.open_driver, self.ordinal)
+            return open_plans(self.path, self.manifest, self.settings, self.backend, driver, self.max_batch)
+        if self.provider not in ON_CARDS:
+            return None
+        from mdps.runtime.device import cuda
+        from mdps.runtime.ort_card import can_stay, open_on_card
+
+        if not can_stay(self.settings):  # some settings need the host between the steps
+            return None
+        return open_on_card(
+            self.path, self.manifest, self.settings, cuda.open_driver(self.ordinal), provider=self.provider,
+            threads=self.threads, max_batch=self.max_batch, compiled=self.torch_compile,
+        )  # fmt: skip
 
     def pipeline(self) -> Pipeline:
         """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
@@ -262,9 +287,7 @@ class _Opener:
         return ChunkedSession(self._open(role), self.max_batch)
 
     def _open(self, role: str) -> Session:
-        graph = self.manifest.graphs.get(role)
-        if graph is None:
-            raise BundleError(f"{self.path / FILE_NAME} names no graph {role!r}: export the bundle again")
+        graph = self.manifest.graph(role, self.path)
         session = (
             self._traced(self.path / graph.file)
             if graph.session == "traced"
@@ -278,7 +301,7 @@ class _Opener:
             return None
         from mdps.runtime.ort_card import role_card
 
-        return role_card(self.manifest, role, self.device)
+        return role_card(self.manifest, role, self.ordinal)
 
     def _file(self, graph: GraphEntry) -> Path:
         return self.path / graph.variants.get(self.backend, graph.file)
@@ -289,5 +312,5 @@ class _Opener:
         manifest = self.manifest
         where = "cuda" if self.provider in ON_CARDS else self.provider
         return TracedSession(
-            file, self.settings.sampler, manifest.prediction, where, self.threads, self.device, self.torch_compile
+            file, self.settings.sampler, manifest.prediction, where, self.threads, self.ordinal, self.torch_compile
         )

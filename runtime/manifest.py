@@ -149,6 +149,12 @@ class Manifest(Record):
         hashes = sorted((name, entry.sha256) for name, entry in self.files.items())
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
+    def graph(self, role: str, folder: Path | str) -> GraphEntry:
+        """The entry of the graph `role`; BundleError, naming the `folder` the manifest is from, where there is none."""
+        if role not in self.graphs:
+            raise BundleError(f"{Path(folder) / FILE_NAME} names no graph {role!r}: export the bundle again")
+        return self.graphs[role]
+
     def write(self, folder: Path | str) -> None:
         """Write `manifest.json` into the folder, whole or not at all; keys in the order of the fields."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)

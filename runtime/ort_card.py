@@ -14,8 +14,8 @@ import numpy as np
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
 from mdps.runtime.device.program import Engines
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
-from mdps.runtime.errors import BackendError, BundleError, UsageError
-from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.ort import OnCard, OrtSession
 from mdps.runtime.session import Port
@@ -93,9 +93,7 @@ def _open(
     card: OnCard,
     compiled: str | None,
 ) -> DeviceEngine:
-    graph = manifest.graphs.get(role)
-    if graph is None:
-        raise BundleError(f"{path / FILE_NAME} names no graph {role!r}: export the bundle again")
+    graph = manifest.graph(role, path)
     if graph.session == "traced":
         from mdps.runtime.traced import TracedEngine, TracedSession
 

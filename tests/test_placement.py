@@ -106,14 +106,14 @@ def test_loading_opens_on_the_card_and_keeps_what_it_took(tiny_bundle, machine, 
 
     fake, opened, real = machine(20 * GB, 20 * GB), {}, loading.open_inspector
 
-    def open_here(*given, device, provider, **how):
-        opened.update(device=device, provider=provider)
+    def open_here(*given, ordinal, provider, **how):
+        opened.update(ordinal=ordinal, provider=provider)
         fake.take(3 * GB)  # what the engines would take
         return real(*given, **how)
 
     monkeypatch.setattr(loading, "open_inspector", open_here)
     load(tiny_bundle, provider="cuda", device="0", threads=1, calibrated=False).close()
-    assert opened == {"device": 1, "provider": "cuda"}
+    assert opened == {"ordinal": 1, "provider": "cuda"}
     assert list(json.loads(memory._file().read_text()).values()) == [3 * GB]
     machine(2 * GB, GB)
     with pytest.raises(BackendError, match=r"needs 3\.0 GB \(measured on this kind of card"):
