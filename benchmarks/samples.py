@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mdps.runtime.errors import ImageError
+from mdps.runtime.errors import ImageError, first_line
 from mdps.runtime.pictures import turn_of
 
 T = TypeVar("T")
@@ -119,8 +119,8 @@ def _opened(path: Path, read: Callable[[Image.Image], T]) -> T:
             with Image.open(path) as image:
                 return read(image)
     except Exception as error:  # decoders raise nearly every type on a damaged file
-        reason = str(error).split("\n")[0][:200]
-        raise ImageError(f"{path} cannot be read as an image: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {first_line(str(error))}"
+        raise ImageError(f"{path} cannot be read as an image: {reason}") from error
 
 
 def _size(marked: NDArray[np.bool_]) -> str:

@@ -31,7 +31,7 @@ class BackendError(MdpsError):
 
 def first_line(text: str, otherwise: str = "no reason given") -> str:
     """The first line of what a library says, short enough for a sentence of ours."""
-    return (text.strip().splitlines() or [otherwise])[0].rstrip(". ")[:300]
+    return (text.strip().splitlines() or [otherwise])[0].rstrip(".: ")[:300]
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.errors import BackendError, UsageError, first_line
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
 
@@ -328,5 +328,4 @@ def _port(node: Any, path: Path) -> Port:
 
 def _reason(error: Exception) -> str:
     """The first line of an exception, without the library's own prefix."""
-    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", str(error)).strip()
-    return (text.splitlines() or [type(error).__name__])[0][:300]
+    return first_line(re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", str(error)), type(error).__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import ImageError, require
+from mdps.runtime.errors import ImageError, first_line, require
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -233,4 +233,4 @@ def _from_deep(image: "Image.Image", name: str) -> "Image.Image":
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return f"{type(error).__name__}: {first_line(str(error))}"

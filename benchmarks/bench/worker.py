@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from mdps.benchmarks.bench.competitor import Competitor, missing, open_competitor
 from mdps.benchmarks.bench.memory import peak_mb
 from mdps.benchmarks.bench.spec import SkippedError, Spec
-from mdps.runtime.errors import MdpsError
+from mdps.runtime.errors import MdpsError, first_line
 
 Answer = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Worker:
             return {"skipped": missing(error, self.spec.kind)}
         except Exception as error:  # a competitor's library may raise anything, and the others must go on
             traceback.print_exc()
-            return {"skipped": f"{type(error).__name__}: {_first_line(error)}", "failed": True}
+            return {"skipped": f"{type(error).__name__}: {first_line(str(error))}", "failed": True}
 
     def open(self) -> Answer:
         """Load it and judge the first image."""
@@ -60,10 +60,6 @@ class Worker:
     def peak(self) -> Answer:
         """Memory held at most so far."""
         return {"peak_mb": peak_mb()}
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def serve(worker: Worker, commands: Iterable[str], answers: TextIO) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.runtime.errors import first_line
 
 
 def _plain_dictionary(*_: Any) -> "collections.OrderedDict[Any, Any]":
@@ -96,7 +97,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
         with safe_open(path, framework="pt", device="cpu") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, ValueError, OSError) as error:
-        raise CheckpointError(f"is no intact safetensors file ({_first_line(error)}): {_AGAIN}") from None
+        raise CheckpointError(f"is no intact safetensors file ({_said(error)}): {_AGAIN}") from None
 
 
 def _read_torch(path: Path) -> Any:
@@ -109,7 +110,7 @@ def _read_torch(path: Path) -> Any:
     except Exception as error:  # torch raises whatever a damaged byte leads to: EOFError, KeyError, RuntimeError, ...
         if "TorchScript" in str(error):
             raise CheckpointError(f"is a TorchScript archive, which holds code: {_SAVE_WEIGHTS}") from None
-        raise CheckpointError(f"is cut off or damaged ({_first_line(error)}): {_AGAIN}") from None
+        raise CheckpointError(f"is cut off or damaged ({_said(error)}): {_AGAIN}") from None
 
 
 _SAVE_WEIGHTS = "save the weights alone (torch.save(network.state_dict(), ...) or safetensors) and give that file"
@@ -127,6 +128,5 @@ def _reason(message: str) -> str:
     return reason.group(1).strip() if reason else "no readable pickle"
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160].rstrip(".: ")
+def _said(error: BaseException) -> str:
+    return first_line(str(error), type(error).__name__)[:160]  # torch gives advice by the paragraph
