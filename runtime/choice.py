@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from mdps.runtime.atomic import write_text
 from mdps.runtime.doctor import engine_versions
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
@@ -24,10 +23,9 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
 from mdps.runtime.session import BACKENDS
 from mdps.runtime.settings import Settings
-from mdps.runtime.user_cache import cache_folder
+from mdps.runtime.user_cache import cache_folder, write_newest
 
 FILE_NAME = "backends.json"
-KEPT_CHOICES = 200
 MEASURED_SECONDS = 1.5
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
 
@@ -40,7 +38,7 @@ class BackendWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Situation:
+class CpuSituation:
     """What a choice depends on; one that was made in another situation does not count."""
 
     bundle: str
@@ -60,7 +58,7 @@ class Situation:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def choose(situation: Situation, open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
+def choose(situation: CpuSituation, open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
     """One of the installed backends: the only one, the remembered one, or the one whose probe runs faster.
 
     `open_probe` opens what a backend needs, closed with the stack it is given; None where there is nothing to compare,
@@ -147,7 +145,7 @@ def cache_file() -> Path:
     return cache_folder() / FILE_NAME
 
 
-def remembered(situation: Situation) -> str | None:
+def remembered(situation: CpuSituation) -> str | None:
     """The backend written down for this situation, if any; a BackendWarning where the file is damaged."""
     try:
         entry = _read().get(situation.key)
@@ -157,20 +155,16 @@ def remembered(situation: Situation) -> str | None:
         return None
 
 
-def remember(situation: Situation, backend: str, times: Mapping[str, float]) -> None:
+def remember(situation: CpuSituation, backend: str, times: Mapping[str, float]) -> None:
     """Write the choice down, with what it rests on; a BackendWarning where that is not possible."""
     try:
         entries = _read()
     except (OSError, ValueError, RecursionError):
         entries = {}  # `remembered` has said so
-    entries.pop(situation.key, None)
     milliseconds = {name: round(seconds * 1000, 3) for name, seconds in times.items()}
-    entries[situation.key] = {"backend": backend, "step_ms": milliseconds, **asdict(situation)}
-    newest = dict(list(entries.items())[-KEPT_CHOICES:])
+    entry = {"backend": backend, "step_ms": milliseconds, **asdict(situation)}
     try:
-        path = cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(newest, indent=1) + "\n")
+        write_newest(cache_file(), entries, situation.key, entry)
     except OSError as error:
         _warn(f"the choice of the backend {backend} is not remembered and will be measured again: {error}")
 

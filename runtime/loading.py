@@ -21,7 +21,7 @@ from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
 
 if TYPE_CHECKING:
-    from mdps.runtime.placement import Placement
+    from mdps.runtime.placement import BundleCard
 
 D = TypeVar("D", bound=Detector)
 
@@ -134,7 +134,7 @@ def placed(
     provider: str = "cpu",
     device: str | int | None = None,
     max_batch: int = 8,
-) -> "Placement | None":
+) -> "BundleCard | None":
     """The card for a bundle, with room for it; None where none computes. Raises as `load`."""
     if device is None and backend not in PLAN_BACKENDS and provider not in ON_CARDS:
         return None
@@ -178,7 +178,7 @@ def choose_backend(
     check_backend("openvino" if automatic else backend, provider)
     if not automatic:
         return backend
-    from mdps.runtime.choice import Probe, Situation, choose, stepper
+    from mdps.runtime.choice import CpuSituation, Probe, choose, stepper
 
     passes = _comparable_passes(manifest, settings)
 
@@ -188,7 +188,7 @@ def choose_backend(
         )
         return stepper(opener.steps(passes), manifest, settings, passes)
 
-    situation = Situation.here(manifest, threads or available_cpus(), settings.sampler.samples)
+    situation = CpuSituation.here(manifest, threads or available_cpus(), settings.sampler.samples)
     return choose(situation, open_probe if passes else None)
 
 

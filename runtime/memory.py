@@ -9,18 +9,17 @@ handles and workspaces of cuDNN and cuBLAS, a round number that no estimate give
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mdps.runtime.atomic import write_text
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.user_cache import cache_folder
+from mdps.runtime.user_cache import cache_folder, write_newest
 
 FILE_NAME = "card_memory.json"
-KEPT = 200
 LIBRARIES = 600 * 10**6
 _GUIDED_MAPS, _PLAIN_MAPS = 13, 8  # maps of a level's width and size that live at once: a block, and a level
 _HALF = 0.75  # of the activations in half precision: norms and what lies beside a cast stay float32
@@ -91,7 +90,7 @@ def _step(manifest: Manifest, role: str) -> int:
 
 
 @dataclass(frozen=True)
-class Situation:
+class CardSituation:
     """What a measurement depends on."""
 
     bundle: str
@@ -100,7 +99,7 @@ class Situation:
     samples: int
 
     @classmethod
-    def of(cls, manifest: Manifest, card: Card, engine: str, samples: int) -> "Situation":
+    def of(cls, manifest: Manifest, card: Card, engine: str, samples: int) -> "CardSituation":
         """This bundle on this kind of card, with `engine`: its name, release and options."""
         return cls(manifest.files_sha256, card.name, engine, samples)
 
@@ -110,7 +109,7 @@ class Situation:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-def check_room(card: Card, need: Need, situation: Situation, bundle: str, others: Iterable[Card] = ()) -> None:
+def check_room(card: Card, need: Need, situation: CardSituation, bundle: str, others: Iterable[Card] = ()) -> None:
     """BackendError where the card has less free memory than was measured, or else is estimated, to be needed.
 
     Nothing where the card does not say how much it has free. `others` are cards that could be taken instead.
@@ -136,18 +135,12 @@ def check_room(card: Card, need: Need, situation: Situation, bundle: str, others
     )
 
 
-def remember(situation: Situation, taken: int) -> None:
+def remember(situation: CardSituation, taken: int) -> None:
     """Write down what a loaded and warmed up bundle took; nothing where that is not possible or no sensible number."""
     if taken <= 0:
         return
-    entries = _read()
-    entries.pop(situation.key, None)
-    entries[situation.key] = taken
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        write_text(_file(), json.dumps(dict(list(entries.items())[-KEPT:]), indent=1) + "\n")
-    except OSError:
-        return
+    with suppress(OSError):
+        write_newest(_file(), _read(), situation.key, taken)
 
 
 def _read() -> dict[str, int]:

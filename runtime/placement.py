@@ -9,7 +9,7 @@ from mdps.runtime.cards import Card, cards, choose
 from mdps.runtime.choice import BackendWarning
 from mdps.runtime.errors import require
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.memory import Situation, check_room, estimate, gigabytes, remember
+from mdps.runtime.memory import CardSituation, check_room, estimate, gigabytes, remember
 from mdps.runtime.ort import ON_CARDS
 from mdps.runtime.plans import plans_of
 from mdps.runtime.session import PLAN_BACKENDS
@@ -20,12 +20,12 @@ _LIBRARIES = ("onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13-libs", "torch")
 
 
 @dataclass(frozen=True)
-class Placement:
-    """CUDA's number of the card, the card where the machine lists it, and what its measured need is kept under."""
+class BundleCard:
+    """The card of one bundle: CUDA's number of it, the card where the machine lists it, what its need is kept under."""
 
     ordinal: int = 0
     card: Card | None = None
-    situation: Situation | None = None
+    situation: CardSituation | None = None
 
     def loaded(self) -> None:
         """After loading and warming up: what the card has less than before is what this bundle takes."""
@@ -50,7 +50,7 @@ def place(
     provider: str,
     device: str | int | None,
     max_batch: int,
-) -> Placement:
+) -> BundleCard:
     """The card `device` (see `cards.choose`) with room for this bundle; nothing is asked where none computes.
 
     Raises UsageError for a card that is not there, or where none computes, BackendError without room; warns with a
@@ -62,15 +62,15 @@ def place(
             f"the card {device!r} was given, but {backend} on {provider} computes on none: choose the provider cuda or "
             "tensorrt of onnxruntime, or the backend tensorrt or tensorrt-rtx",
         )
-        return Placement()
+        return BundleCard()
     chosen = choose(device)
     if chosen.card is None:
-        return Placement(chosen.ordinal)
+        return BundleCard(chosen.ordinal)
     files = _plans(manifest, backend, str(path))
     samples = min(settings.sampler.samples, max_batch)
     one, whole = (estimate(manifest, settings.roles, count, files) for count in (samples, max_batch))
     release = " ".join(f"{name} {version}" for name, version in installed(*_LIBRARIES).items())
-    situation = Situation.of(manifest, chosen.card, f"{backend} {provider} {release}", samples)
+    situation = CardSituation.of(manifest, chosen.card, f"{backend} {provider} {release}", samples)
     check_room(chosen.card, one, situation, str(path), cards())
     if chosen.card.free is not None and whole.total > chosen.card.free:
         warnings.warn(
@@ -79,7 +79,7 @@ def place(
             BackendWarning,
             stacklevel=3,
         )
-    return Placement(chosen.ordinal, chosen.card, situation)
+    return BundleCard(chosen.ordinal, chosen.card, situation)
 
 
 def _plans(manifest: Manifest, backend: str, where: str) -> Mapping[str, str]:

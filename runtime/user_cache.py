@@ -1,7 +1,15 @@
 """Where the runtime keeps what is dear to find out again: choices, measurements, what was compiled for a card."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from mdps.runtime.atomic import write_text
+
+KEPT = 200
+"""Entries of a file; the oldest make way."""
 
 
 def cache_folder() -> Path:
@@ -15,3 +23,10 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "mdps"
     except RuntimeError as error:
         raise OSError(f"this user has no home folder ({error}), set MDPS_CACHE") from error
+
+
+def write_newest(file: Path, entries: Mapping[str, Any], key: str, entry: Any) -> None:
+    """Write `entries` with this one as the newest, KEPT in all, into a file of the cache. Raises OSError."""
+    ordered = {name: value for name, value in entries.items() if name != key} | {key: entry}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(dict(list(ordered.items())[-KEPT:]), indent=1) + "\n")

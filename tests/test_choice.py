@@ -16,11 +16,11 @@ from PIL import Image
 
 from mdps.cli import cli
 from mdps.runtime import BackendError, UsageError, choice, load
-from mdps.runtime.choice import BackendWarning, Situation, cache_file, choose, installed
+from mdps.runtime.choice import BackendWarning, CpuSituation, cache_file, choose, installed
 from mdps.runtime.manifest import Manifest
 from mdps.serving.terminal import run
 
-SITUATION = Situation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
+SITUATION = CpuSituation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
 BOTH = ("onnxruntime", "openvino")
 
 
@@ -139,7 +139,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_choices(cache: Path, monkeypatch
 
 
 def test_the_cache_stays_small(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "KEPT_CHOICES", 3)
+    monkeypatch.setattr("mdps.runtime.user_cache.KEPT", 3)
     for threads in range(1, 6):
         choose(replace(SITUATION, threads=threads), Probes(onnxruntime=0, openvino=0))
     assert [entry["threads"] for entry in json.loads(cache.read_text()).values()] == [3, 4, 5]
@@ -197,10 +197,10 @@ def test_a_user_without_a_home_is_only_warned(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_situation_is_the_bundles_files_and_not_its_calibration(tiny_bundle: Path) -> None:
     manifest = Manifest.read(tiny_bundle, verify=False)
-    here = Situation.here(manifest, 2, 1)
-    assert here == Situation.here(replace(manifest, name="other", calibrations={}), 2, 1)
+    here = CpuSituation.here(manifest, 2, 1)
+    assert here == CpuSituation.here(replace(manifest, name="other", calibrations={}), 2, 1)
     files = manifest.files | {"score.onnx": replace(manifest.files["score.onnx"], sha256="0" * 64)}
-    assert here.bundle != Situation.here(replace(manifest, files=files), 2, 1).bundle
+    assert here.bundle != CpuSituation.here(replace(manifest, files=files), 2, 1).bundle
     assert here.cpu
     assert "onnxruntime" in here.versions
 
@@ -216,7 +216,7 @@ def test_auto_measures_a_bundle_once(tiny_bundle: Path, cache: Path, monkeypatch
     other = next(name for name in BOTH if name != chosen)
     for name in (chosen, other):  # what is written decides, not a new look
         entry["backend"] = name
-        cache.write_text(json.dumps({Situation.here(detector.manifest, 1, 1).key: entry}))
+        cache.write_text(json.dumps({CpuSituation.here(detector.manifest, 1, 1).key: entry}))
         with load(tiny_bundle, backend="auto", calibrated=False, threads=1) as again:
             assert again.provenance["backend"] == name
             assert again(picture).score == pytest.approx(score, abs=1e-3)

@@ -12,11 +12,11 @@ from mdps.runtime import memory
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.memory import Need, Situation, check_room, estimate, remember
+from mdps.runtime.memory import CardSituation, Need, check_room, estimate, remember
 
 GB = 10**9
 CARD = Card(0, "GPU-a", "NVIDIA L4", "8.9", 2 * GB, 24 * GB, "580.1")
-HERE = Situation("bundle", "NVIDIA L4", "onnxruntime 1.31 cuda", 8)
+HERE = CardSituation("bundle", "NVIDIA L4", "onnxruntime 1.31 cuda", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -122,17 +122,17 @@ def test_a_measurement_that_cannot_be_kept_is_no_error(monkeypatch, tmp_path):
 
 def test_another_bundle_card_or_engine_is_another_situation(tiny_bundle):
     manifest = Manifest.read(tiny_bundle)
-    one = Situation.of(manifest, CARD, "onnxruntime 1.31 cuda", 8)
+    one = CardSituation.of(manifest, CARD, "onnxruntime 1.31 cuda", 8)
     others = [
-        Situation.of(
+        CardSituation.of(
             replace(manifest, files={**manifest.files, "more": FileEntry("0" * 64, 1)}),
             CARD,
             "onnxruntime 1.31 cuda",
             8,
         ),
-        Situation.of(manifest, replace(CARD, name="NVIDIA A2"), "onnxruntime 1.31 cuda", 8),
-        Situation.of(manifest, CARD, "onnxruntime 1.32 cuda", 8),
-        Situation.of(manifest, CARD, "onnxruntime 1.31 cuda", 16),
+        CardSituation.of(manifest, replace(CARD, name="NVIDIA A2"), "onnxruntime 1.31 cuda", 8),
+        CardSituation.of(manifest, CARD, "onnxruntime 1.32 cuda", 8),
+        CardSituation.of(manifest, CARD, "onnxruntime 1.31 cuda", 16),
     ]
-    assert one == Situation.of(manifest, replace(CARD, index=3, free=0), "onnxruntime 1.31 cuda", 8)
+    assert one == CardSituation.of(manifest, replace(CARD, index=3, free=0), "onnxruntime 1.31 cuda", 8)
     assert len({one.key, *(other.key for other in others)}) == 5

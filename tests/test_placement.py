@@ -15,7 +15,7 @@ from mdps.runtime.cards import Card, Place
 from mdps.runtime.choice import BackendWarning
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.placement import Placement, on_card, place
+from mdps.runtime.placement import BundleCard, on_card, place
 from mdps.runtime.plans import KEY
 
 GB = 10**9
@@ -85,7 +85,7 @@ def test_the_card_is_the_one_asked_for(tiny_bundle, machine):
 
 def test_a_card_for_what_computes_on_none_is_an_error(tiny_bundle, machine):
     fake = machine(20 * GB)
-    assert placed(tiny_bundle, provider="cpu") == Placement()
+    assert placed(tiny_bundle, provider="cpu") == BundleCard()
     with pytest.raises(UsageError, match="the card '0' was given, but onnxruntime on cpu computes on none"):
         placed(tiny_bundle, provider="cpu", device="0")
     assert fake.asked == []
@@ -130,7 +130,7 @@ def test_a_card_that_nothing_lists_is_not_judged(tiny_bundle, machine, monkeypat
     machine(0)
     monkeypatch.setattr(placement, "choose", lambda device: Place(3, None))
     found = placed(tiny_bundle)
-    assert found == Placement(3)
+    assert found == BundleCard(3)
     found.loaded()
     assert not memory._file().exists()
 
