@@ -59,6 +59,8 @@ def test_the_reference_comes_first_and_no_way_twice() -> None:
     names = {choice.name: choice for choice in found}
     assert names["ddad_20_one_pass"].variant.first_pass
     assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
+    scales = {"guidance_scale": 4.0, "masked_guidance_scale": 4.0}
+    assert names["ddad_20"].variant.export == {"gradient": "ddad", **scales}
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
     assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
     assert names["exact_10_seed_1"].variant.changes.seed == 1

@@ -48,6 +48,9 @@ class Choice:
         """What the runner runs; with one pass, the first of a run of two."""
         export: dict[str, Any] = {"gradient": self.gradient} | ({"reduced": self.precision} if self.precision else {})
         export |= {"calibrated": self.steps} if self.early_exit else {}
+        if self.scale is not None:
+            # The export tries its graphs out: at the scale of another gradient they would rightly be refused.
+            export |= {"guidance_scale": self.scale, "masked_guidance_scale": self.scale}
         changes = Changes(self.scale, steps=self.steps, seed=self.seed, early_exit=self.early_exit or None)
         return Variant(self.name, self.label, changes, export, first_pass=not self.mask_pass)
 
