@@ -20,7 +20,9 @@ from mdps.runtime.ort import OrtSession
 
 FILE_NAME = "detector.onnx"
 MAX_BYTES = 2**31 - 1  # of one protobuf message, and so of an ONNX file that holds its weights
-TOLERANCE = 1e-4
+TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2}
+"""What the file's map and score may be off, by the bundle's precision: in fp16 every node's result is rounded, and the
+engine does not arrange the file's nodes as it does the bundle's."""
 
 
 def export_single_file(
@@ -33,9 +35,9 @@ def export_single_file(
     """Write a calibrated bundle as one ONNX file and return its path: `out`, by default `detector.onnx` in the bundle.
 
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
-    does, to 1e-4. Raises CalibrationError without a calibration of `product`, UsageError for a bundle that is traced,
-    beyond 2 GB, stitches (AutoDDPM) or has an early exit, BackendError where file and bundle disagree; then nothing is
-    written.
+    does, to the TOLERANCES. Raises CalibrationError without a calibration of `product`, UsageError for a bundle that is
+    traced, in bf16, beyond 2 GB, stitches (AutoDDPM) or has an early exit, BackendError where file and bundle disagree;
+    then nothing is written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
@@ -74,6 +76,15 @@ def _refuse(bundle: Path, manifest: Manifest) -> None:
             f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "
             "export the checkpoint again with --guidance-backend onnx"
         )
+    if _precision(manifest) not in TOLERANCES:
+        raise UsageError(
+            f"{bundle} computes in {_precision(manifest)}, which the single file's engine does not on a CPU: "
+            f"export the checkpoint again with --precision {' or '.join(reversed(TOLERANCES))}"
+        )
+
+
+def _precision(manifest: Manifest) -> str:
+    return str(manifest.network.get("precision", "fp32"))
 
 
 def _serialized(model: ModelProto) -> bytes:
@@ -93,12 +104,12 @@ def _compare(file: Path, detector: Detector) -> None:
     A mask pixel right on its threshold may fall to either side, and all after it then differs. That is rare, and a file
     that is wrong is wrong on every picture: so one of a few must agree.
     """
-    session = OrtSession(file)
+    session, tolerance = OrtSession(file), TOLERANCES[_precision(detector.manifest)]
     try:
         errors = []
         for seed in range(3):
             errors.append(_difference(session, detector, _picture(detector, seed)))
-            if max(errors[-1].values()) <= TOLERANCE:
+            if max(errors[-1].values()) <= tolerance:
                 return
     finally:
         session.close()

@@ -34,6 +34,7 @@ TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=Load
 # Graphs that differ from the tiny bundle's are exported; what only the settings say is changed in the manifest.
 EXPORTS = {
     "pixels": replace(TINY, stages=()),
+    "half": replace(TINY, precision="fp16"),
     "reference": replace(TINY, preset="mvtec/cable", steps=None, noise_level=60),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -250,6 +251,39 @@ def test_a_traced_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
         export_single_file(copy)
 
 
+@pytest.fixture(scope="module")
+def half(exported: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrated(exported("half"), tmp_path_factory.mktemp("half") / "bundle")
+
+
+def test_an_fp16_bundle_becomes_a_file_with_its_verdicts(half: Path, tmp_path: Path) -> None:
+    """Not to the last digits: every node rounds to fp16."""
+    opened = session(export_single_file(half, tmp_path / "half.onnx"))
+    with load(half, threads=1, warm_up=False) as detector:
+        pairs = [(detector(picture(size)), judge(opened, picture(size))) for size in SIZES]
+    assert {wanted.verdict for wanted, _ in pairs} == {"pass", "fail"}
+    for wanted, found in pairs:
+        assert ("fail" if found["verdict"] else "pass") == wanted.verdict
+        assert float(found["anomaly_score"]) == pytest.approx(wanted.score, rel=1e-2)
+
+
+def test_an_fp16_file_that_disagrees_is_not_written(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_the_mask(monkeypatch)
+    with pytest.raises(BackendError, match="disagrees"):
+        export_single_file(half, tmp_path / "x.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bf16_bundle_is_refused(half: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(half, tmp_path / "bundle"))
+    manifest = Manifest.read(copy)
+    replace(manifest, network={**manifest.network, "precision": "bf16"}).write(copy)
+    with pytest.raises(UsageError, match=r"computes in bf16, .* --precision fp16 or fp32"):
+        export_single_file(copy, tmp_path / "x.onnx")
+
+
 def test_a_bundle_that_lets_images_out_early_is_refused(bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy)
@@ -268,7 +302,8 @@ def test_more_than_one_file_can_hold_is_refused(bundle: Path, tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_disagrees_is_not_written(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composes a file with another threshold of the mask than the bundle's."""
     whole = module.compose
 
     def forgetful(folder: Path, detector: Detector) -> onnx.ModelProto:
@@ -279,6 +314,10 @@ def test_a_file_that_disagrees_is_not_written(bundle: Path, tmp_path: Path, monk
         return whole(folder, detector)
 
     monkeypatch.setattr(module, "compose", forgetful)
+
+
+def test_a_file_that_disagrees_is_not_written(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_the_mask(monkeypatch)
     with pytest.raises(BackendError, match="disagrees"):
         export_single_file(bundle, tmp_path / "x.onnx")
     assert not list(tmp_path.iterdir())
