@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from mdps.serving.options import (
     plan_choices,
     training_choices,
 )
-from mdps.serving.terminal import needs, print_values, run, spoken_warnings
+from mdps.serving.terminal import needs, print_values, run, say, spoken_warnings
 
 ONE_FILE = "detector.onnx"  # what `mdps single-file` writes into a bundle
 
@@ -114,7 +113,7 @@ def single_file(bundle: Path, out: Path | None, product: str) -> None:
 def _write_single_file(bundle: Path, out: Path | None, product: str) -> None:
     with needs("export", "cpu"):
         from mdps.export.single_file import export_single_file
-    written = export_single_file(bundle, out, product=product, say=lambda text: click.echo(text, err=True))
+    written = export_single_file(bundle, out, product=product, say=say)
     click.echo(f"wrote {written}")
 
 
@@ -129,9 +128,9 @@ Examples:
 @TRACEBACK
 def inspect(path: Path, as_json: bool) -> None:
     """Say what a checkpoint or a bundle is."""
-    if (path / "manifest.json").is_file():
-        from mdps.runtime.manifest import Manifest
+    from mdps.runtime.manifest import FILE_NAME, Manifest
 
+    if (path / FILE_NAME).is_file():
         print_values(Manifest.read(path).to_json(), as_json)
         return
     with needs("export"):
@@ -189,7 +188,7 @@ def export(
         schedule=getattr(NoiseSchedule, schedule)() if schedule else None,
     )
     options = ExportOptions(**_given(choices), load=load)
-    bundle = export_bundle(ckpt, out, options, force=force, say=lambda text: click.echo(text, err=True))
+    bundle = export_bundle(ckpt, out, options, force=force, say=say)
     if good is None:
         click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
         return
@@ -271,9 +270,9 @@ def train(
         import accelerate  # noqa: F401
 
         from mdps import training
-    say: Callable[[str], object] = partial(click.echo, err=True) if training.first_process() else str
-    images, layout = _training_images(folder, say)
-    preprocessing = training.framing(recipe, layout, image_size, crop_size, say=say)
+    tell: Callable[[str], object] = say if training.first_process() else str
+    images, layout = _training_images(folder, tell)
+    preprocessing = training.framing(recipe, layout, image_size, crop_size, say=tell)
     network, settings = {
         "paper": (training.paper_network, training.paper_recipe),
         "small": (training.small_network, training.small_recipe),

@@ -15,6 +15,7 @@ from mdps.serving.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
+    CATEGORIES,
     DATASET,
     DEVICE,
     EARLY_EXIT,
@@ -26,16 +27,15 @@ from mdps.serving.options import (
     THREADS,
     TRACEBACK,
     bench_choices,
+    largest_side,
 )
-from mdps.serving.terminal import SOME_FAILED, needs, print_values, spoken_warnings
+from mdps.serving.terminal import SOME_FAILED, needs, print_values, say, spoken_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mdps.benchmarks.datasets import Category
     from mdps.runtime.settings import Settings
-
-CATEGORIES = click.option("--category", "names", multiple=True, help="Only this category; may be given several times.")
 
 
 @click.command(
@@ -72,7 +72,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 def evaluate(
     bundle: Path,
     dataset: Path,
-    names: tuple[str, ...],
+    categories: tuple[str, ...],
     every: int,
     resolution: str,
     mask_range: str | None,
@@ -90,15 +90,14 @@ def evaluate(
         from mdps.benchmarks.evaluate import evaluate as measure
         from mdps.benchmarks.evaluation_report import check_folder, markdown, to_json, write_summary
         from mdps.benchmarks.judges import BundleJudge
-    categories = chosen_categories(dataset, names)
+    chosen = chosen_categories(dataset, categories)
     if out is not None:
         check_folder(out)
-    many = len(categories) > 1
-    largest = None if resolution == "full" else int(resolution)
+    many, largest = len(chosen) > 1, largest_side(resolution)
     with spoken_warnings(), BundleJudge(bundle, changes=_mask_range(mask_range), **options) as judge:
         found = [
             measure(judge, one, out=out and (out / one.name if many else out), largest=largest, every=every)
-            for one in categories
+            for one in chosen
         ]
     if out is not None and many:
         write_summary(found, out)
@@ -156,7 +155,7 @@ def demo(out: Path, threads: int | None, as_json: bool) -> None:
     """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.demo import run_demo
-    print_values(run_demo(out, threads=threads, say=lambda text: click.echo(text, err=True)).to_json(), as_json)
+    print_values(run_demo(out, threads=threads, say=say).to_json(), as_json)
 
 
 @click.command(
@@ -186,7 +185,7 @@ def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
     if out is not None:
         with needs("bench"):
             import matplotlib  # noqa: F401 - before an hour of measuring, not after it
-    result = run_bench(bundle, BenchOptions(**choices), say=lambda text: click.echo(text, err=True))
+    result = run_bench(bundle, BenchOptions(**choices), say=say)
     if out is not None:
         write_report(result, out)
     click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, DATASET, EVERY, RESOLUTION, TRACEBACK
-from mdps.serving.terminal import SOME_FAILED, needs
+from mdps.serving.options import AS_JSON, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
+from mdps.serving.terminal import SOME_FAILED, needs, say
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
     "--names", callback=_names, default="patchcore,padim", show_default=True,
     help="Of patchcore, padim, draem, efficientad, stfpm, cflow, supersimplenet, reverse-distillation, fastflow.",
 )  # fmt: skip
-@click.option("--category", "wanted", multiple=True, help="Only this category; may be given several times.")
+@CATEGORIES
 @click.option("--image-size", type=click.IntRange(32), default=256, show_default=True, help="Side of their images.")
 @click.option("--backbone", help="Feature network of those that take one [default: efficientnet_lite0].")
 @click.option("--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached].")
@@ -48,7 +48,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 def peers(
     dataset: Path,
     names: tuple[str, ...],
-    wanted: tuple[str, ...],
+    categories: tuple[str, ...],
     image_size: int,
     every: int,
     resolution: str,
@@ -67,16 +67,16 @@ def peers(
         from mdps.benchmarks.commands import chosen_categories
         from mdps.benchmarks.evaluation_report import check_folder
         from mdps.benchmarks.peers.compare import compare, markdown
-    categories = chosen_categories(dataset, wanted)
+    chosen = chosen_categories(dataset, categories)
     check_folder(out)
     given = {key: value for key, value in options.items() if value is not None}
     rows = compare(
         names,
-        categories,
+        chosen,
         out,
         every=every,
-        largest=None if resolution == "full" else int(resolution),
-        say=lambda text: click.echo(text, err=True),
+        largest=largest_side(resolution),
+        say=say,
         size=(image_size, image_size),
         **given,
     )
@@ -84,5 +84,5 @@ def peers(
     judged = [row for row in rows if "skipped" not in row]
     if not judged:
         return 1
-    tested = {category.name: -(-len(category.test) // every) for category in categories}
+    tested = {category.name: -(-len(category.test) // every) for category in chosen}
     return SOME_FAILED if any(row["images"] < tested[row["category"]] for row in judged) else 0

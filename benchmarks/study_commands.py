@@ -12,14 +12,17 @@ import click
 from mdps.serving.options import (
     AS_JSON,
     BACKEND,
+    CATEGORIES,
     DATASET,
     EVERY,
     RESOLUTION,
     THREADS,
     TRACEBACK,
     export_choices,
+    largest_side,
 )
-from mdps.serving.terminal import needs, spoken_warnings
+from mdps.serving.options import listed as listed  # by this name for `mdps trade` too
+from mdps.serving.terminal import needs, say, spoken_warnings
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 # What a study decides itself, of the options of an export.
@@ -28,21 +31,6 @@ SWEPT = (
     "preset", "method", "gradient", "guidance_scale", "masked_guidance_scale", "mask_pass", "mask_lambda", "mask_range",
     "eta", "pixel", "smoothing_sigma", "top",
 )  # fmt: skip
-Callback = Callable[[click.Context, click.Parameter, str | None], Any]
-
-
-def listed(kind: Callable[[str], Any], example: str) -> Callback:
-    """A callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
-
-    def read(_: click.Context, __: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
-        if value is None:
-            return None
-        try:
-            return () if value == "none" else tuple(kind(part.strip()) for part in value.split(","))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is neither 'none' nor a list such as {example}") from None
-
-    return read
 
 
 def _count(text: str) -> int:
@@ -83,12 +71,12 @@ Examples:
 @click.argument("table", type=click.Choice(TABLES))
 @DATASET
 @click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint, or folder of checkpoints.")
-@click.option("--category", "categories", multiple=True, help="Only this category; may be given several times.")
+@CATEGORIES
 @EVERY
 @click.option(
     "--samples",
     callback=listed(_count, "1,2,4"),
-    help="Numbers of posterior samples N_s [default: the table's: 1,16, in table 5 1,2,4,8,16].",
+    help="Numbers of posterior samples N_s [default: the table's: 1; 1,16 in 1, 2 and ablation; 1,2,4,8,16 in 5].",
 )
 @click.option(
     "--methods",
@@ -130,15 +118,15 @@ def reproduce(
     own = {name: options.pop(name) for name in ReproduceOptions.__dataclass_fields__ if name in options}
     asked = ReproduceOptions(
         table=table,
-        largest=None if resolution == "full" else int(resolution),
+        largest=largest_side(resolution),
         choices=options,
         command=_command(),
         **{name: value for name, value in own.items() if value is not None},
     )
     out = out or Path(f"reproduce-{table}")
     with spoken_warnings():
-        found = measure(dataset, ckpt, out, asked, say=_say)
-    _say(f"wrote {out / 'reproduce.md'}")
+        found = measure(dataset, ckpt, out, asked, say=say)
+    say(f"wrote {out / 'reproduce.md'}")
     click.echo(json.dumps(found.to_json()) if as_json else found.markdown().rstrip())
 
 
@@ -209,21 +197,17 @@ def sweep(
         from mdps.benchmarks.sweep_report import markdown, to_json
     own = {name: options.pop(name) for name in SweepOptions.__dataclass_fields__ if name in options}
     asked = SweepOptions(
-        largest=None if resolution == "full" else int(resolution),
+        largest=largest_side(resolution),
         choices=options,
         command=_command(),
         **{name: value for name, value in own.items() if value is not None},
     )
     second = None if confirm is None or confirm_ckpt is None else (confirm, confirm_ckpt)
     with spoken_warnings():
-        found = run_sweep(ckpt, dataset, out, asked, second, say=_say)
-    _say(f"wrote {out / 'sweep.md'}")
+        found = run_sweep(ckpt, dataset, out, asked, second, say=say)
+    say(f"wrote {out / 'sweep.md'}")
     click.echo(json.dumps(to_json(found)) if as_json else markdown(found).rstrip())
 
 
 def _command() -> str:
     return shlex.join(["mdps", *sys.argv[1:]])
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)

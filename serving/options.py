@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 Command = Callable[..., Any]
+Callback = Callable[[click.Context, click.Parameter, str | None], Any]
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
@@ -41,6 +42,9 @@ EARLY_EXIT = click.option(
     "[default: the bundle's, which is 0, off].",
 )
 DATASET = click.argument("dataset", type=click.Path(path_type=Path))
+CATEGORIES = click.option(
+    "--category", "categories", multiple=True, help="Only this category; may be given several times."
+)
 EVERY = click.option(
     "--every", type=click.IntRange(1), default=1, show_default=True, help="Judge every n-th test image only."
 )
@@ -48,6 +52,25 @@ RESOLUTION = click.option(
     "--resolution", type=click.Choice(["256", "full"]), default="256", show_default=True,
     help="Longer side that larger ground truth is reduced to for the pixel metrics; full: as it is.",
 )  # fmt: skip
+
+
+def largest_side(resolution: str) -> int | None:
+    """The pixels that RESOLUTION stands for; None for all there are."""
+    return None if resolution == "full" else int(resolution)
+
+
+def listed(kind: Callable[[str], Any], example: str) -> Callback:
+    """A callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+        if value is None:
+            return None
+        try:
+            return () if value == "none" else tuple(kind(part.strip()) for part in value.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is neither 'none' nor a list such as {example}") from None
+
+    return read
 
 
 def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -58,15 +81,6 @@ def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> 
 TRACEBACK = click.option(
     "--traceback", is_flag=True, expose_value=False, callback=_show_traceback, help="Show where an error came from."
 )
-
-
-def _stages(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return () if value == "none" else tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither 'none' nor numbers such as 1,2,3") from None
 
 
 def _apply(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
@@ -125,7 +139,8 @@ def export_choices(command: Command) -> Command:
             "--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached]."
         ),
         click.option(
-            "--stages", callback=_stages, help="Its stages to compare, such as 1,2,3; 'none' compares pixels only."
+            "--stages", callback=listed(int, "1,2,3"),
+            help="Its stages to compare, such as 1,2,3; 'none' compares pixels only.",
         ),
         click.option("--eta", type=click.FloatRange(0), help="Weight of the pixel term."),
         click.option(
@@ -184,46 +199,39 @@ def _capabilities(_: click.Context, __: click.Parameter, value: str | None) -> t
     return parts
 
 
-def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
-    return () if value == "none" else tuple(part.strip() for part in value.split(","))
-
-
-def _counts(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return () if value == "none" else tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither 'none' nor numbers such as 2,4,8") from None
-
-
 def bench_choices(command: Command) -> Command:
     """What `BenchOptions` holds, under its names."""
-    path = click.Path(path_type=Path)
+    path, names, counts = click.Path(path_type=Path), listed(str, "patchcore,draem"), listed(int, "2,4,8")
     options = (
         click.option("--ckpt", type=path, help="The bundle's checkpoint, for torch [default: beside the bundle]."),
         click.option(
-            "--backends", callback=_names, default="onnxruntime,openvino", show_default=True, help="Of ours, or none."
+            "--backends", callback=names, default="onnxruntime,openvino", show_default=True, help="Of ours, or none."
         ),
         click.option(
-            "--torch", "ways", callback=_names, default="authors,eager,compile", show_default=True,
+            "--torch", "ways", callback=names, default="authors,eager,compile", show_default=True,
             help="Ways of running the checkpoint in torch, or none.",
         ),
         click.option(
-            "--methods", callback=_names, default="anoddpm,autoddpm", show_default=True,
+            "--methods", callback=names, default="anoddpm,autoddpm", show_default=True,
             help="Other detectors on our runtime, exported from the checkpoint; or none.",
         ),
         click.option(
-            "--peers", callback=_names, default="patchcore,draem", show_default=True,
+            "--peers", callback=names, default="patchcore,draem", show_default=True,
             help="Detectors of anomalib: patchcore, draem, padim, efficientad; or none.",
         ),
         click.option(
-            "--batches", callback=_counts, default="4", show_default=True, help="Batches to measure besides 1, or none."
+            "--batches", callback=counts, default="4", show_default=True, help="Batches to measure besides 1, or none."
         ),
         click.option(
-            "--samples", callback=_counts, default="4", show_default=True, help="N_s to measure besides 1, or none."
+            "--samples", callback=counts, default="4", show_default=True, help="N_s to measure besides 1, or none."
         ),
         click.option(
-            "--sizes", callback=_counts, default="none", show_default=True,
+            "--sizes", callback=counts, default="none", show_default=True,
             help="Sides of images to measure as well, such as 64,96,128, exported from the checkpoint.",
+        ),
+        click.option(
+            "--single-file", "one_file", is_flag=True,
+            help="Also the calibrated bundle as one ONNX file, in plain ONNX Runtime.",
         ),
         click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each one runs."),
         click.option(

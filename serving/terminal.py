@@ -37,6 +37,11 @@ def spoken_warnings() -> Iterator[None]:
         yield
 
 
+def say(text: str) -> None:
+    """What goes on, on stderr: stdout is for results."""
+    click.echo(text, err=True)
+
+
 def print_values(values: Mapping[str, Any], as_json: bool) -> None:
     """One JSON object on one line, or a line a value with inner keys below their own."""
     click.echo(json.dumps(values) if as_json else "\n".join(_lines(values, "")))
