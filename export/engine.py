@@ -4,7 +4,6 @@ All three take strongly typed networks: precision is in the graph, and no flag c
 it runs on; TensorRT-RTX for the cards it is told, without having one.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from mdps.export.engine_types import Types, check_network, engine_types
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.cards import cards
 from mdps.runtime.errors import BackendError, UsageError, first_line, require
-from mdps.runtime.trt import MODULES, NAMES, load_library, logger
+from mdps.runtime.trt import MODULES, NAMES, load_library, logger, served_capabilities
 from mdps.runtime.user_cache import cache_folder
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -110,7 +109,7 @@ class Builder:
         if self.backend == "tensorrt-rtx":
             config.num_compute_capabilities = len(self.capabilities)
             for index, capability in enumerate(self.capabilities):
-                config.set_compute_capability(_known(self.library)[capability], index)
+                config.set_compute_capability(served_capabilities(self.library)[capability], index)
         else:
             config.set_timing_cache(config.create_timing_cache(self._timings()), False)
         shapes = builder.create_optimization_profile()
@@ -140,15 +139,8 @@ class Builder:
         return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {kinds}: {reason}"
 
 
-def _known(library: Any) -> dict[str, Any]:
-    """Compute capabilities that TensorRT-RTX builds for, such as {"8.6": SM86}."""
-    names = {name: re.fullmatch(r"SM(\d+)(\d)", name) for name in dir(library.ComputeCapability)}
-    found = {f"{m[1]}.{m[2]}": getattr(library.ComputeCapability, name) for name, m in names.items() if m}
-    return dict(sorted(found.items(), key=lambda item: float(item[0])))
-
-
 def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
-    known = _known(library)
+    known = served_capabilities(library)
     for capability in capabilities or ():
         if capability not in known:
             raise UsageError(

@@ -3,12 +3,15 @@
 import importlib.util
 import os
 import platform
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
 from mdps.runtime.cards import Card, cards
+from mdps.runtime.errors import MdpsError, first_line
+from mdps.runtime.session import PLAN_BACKENDS
 from mdps.runtime.threads import available_cpus
 from mdps.runtime.versions import installed
 
@@ -47,7 +50,10 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class ProviderCheck:
-    """One execution provider of ONNX Runtime, or OpenVINO: whether a session with it ran, and if not, why."""
+    """One execution provider of ONNX Runtime, OpenVINO, or a library of engine plans, and whether it can be used here.
+
+    `reason` says why not; of a usable library of plans what started, for no plan is run.
+    """
 
     name: str
     usable: bool
@@ -69,7 +75,7 @@ class Diagnosis:
 
     @property
     def works(self) -> bool:
-        """Whether at least one provider can run a bundle."""
+        """Whether at least one of them can run a bundle."""
         return any(check.usable for check in self.providers)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +87,10 @@ def diagnose() -> Diagnosis:
     """Examines engine library, providers, processors, GPUs and versions; never raises for what it finds."""
     versions = installed(*_SHOWN)
     providers, fault = _try_providers()
-    providers += _try_openvino()
+    others = (*_try_openvino(), *_try_plans())
+    if not _is_there("onnxruntime") and any(check.usable for check in others):
+        fault = ""  # nobody needs it then
+    providers += others
     problems = [*_wheel_problems(versions), *([fault] if fault else [])]
     return Diagnosis(
         python=platform.python_version(),
@@ -162,3 +171,59 @@ def _try_openvino() -> tuple[ProviderCheck, ...]:
     except Exception as error:  # an import that fails, or anything the library raises
         return (ProviderCheck(_OPENVINO, False, str(error).strip().split("\n")[-1]),)
     return (_judge(_OPENVINO, result.tolist()),)
+
+
+def _try_plans() -> tuple[ProviderCheck, ...]:
+    """TensorRT and TensorRT-RTX, where they are installed."""
+    from mdps.runtime.trt import MODULES
+
+    return tuple(_try_library(backend) for backend in PLAN_BACKENDS if _is_there(MODULES[backend]))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a module put in its place that has no spec
+        return module in sys.modules
+
+
+def _try_library(backend: str) -> ProviderCheck:
+    """Whether library, driver and card start, and the card is one that the library's plans are for."""
+    from mdps.runtime.device import cuda
+    from mdps.runtime.trt import NAMES, load_library, served_capabilities
+
+    name = NAMES[backend]
+    try:
+        library = load_library(backend)
+        name = f"{name} {library.__version__}"
+        driver = cuda.open_driver()
+        try:
+            served = served_capabilities(library) if backend == "tensorrt-rtx" else ()
+            if served and driver.card.compute_capability not in served:
+                return ProviderCheck(
+                    name,
+                    False,
+                    f"it has plans for compute capability {', '.join(served)}, here is {driver.card}: "
+                    "pip install 'mdps[tensorrt]' and use --backend tensorrt",
+                )
+            with driver.current():
+                fault = _fault_of_runtime(library)
+        finally:
+            driver.close()
+    except MdpsError as error:
+        fault = str(error)
+    if fault:
+        return ProviderCheck(name, False, fault)
+    return ProviderCheck(name, True, f"starts on {driver.card}; no plan was run")
+
+
+def _fault_of_runtime(library: ModuleType) -> str:
+    """Why the library does not start in the current context; empty where it does."""
+    from mdps.runtime.trt import logger
+
+    log = logger(library)
+    try:
+        library.Runtime(log)
+    except Exception as error:  # the bindings raise whatever pybind11 makes of a null pointer
+        return f"it does not start: {log.reason() if log.errors else first_line(str(error))}"
+    return ""

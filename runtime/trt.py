@@ -5,6 +5,7 @@ share one piece of memory for what lies between layers: they run one after anoth
 """
 
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -318,6 +319,14 @@ def load_library(backend: str, needed: str = "Runtime") -> ModuleType:
             f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
         )
     return library
+
+
+def served_capabilities(library: Any) -> dict[str, Any]:
+    """Compute capabilities that TensorRT-RTX builds for, such as {"8.6": SM86}."""
+    kinds = getattr(library, "ComputeCapability", None)
+    names = {name: re.fullmatch(r"SM(\d+)(\d)", name) for name in dir(kinds)}
+    found = {f"{m[1]}.{m[2]}": getattr(kinds, name) for name, m in names.items() if m}
+    return dict(sorted(found.items(), key=lambda item: float(item[0])))
 
 
 @cache

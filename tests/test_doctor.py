@@ -2,16 +2,22 @@
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from mdps.runtime import doctor
+from mdps.cli import cli
+from mdps.runtime import doctor, trt
 from mdps.runtime.cards import Card
+from mdps.runtime.device import cuda, seam
+from mdps.runtime.errors import BackendError
+from mdps.serving.terminal import run
 
 
 class FakeSession:
@@ -29,6 +35,12 @@ class FakeSession:
 
     def get_providers(self) -> list[str]:
         return list(self.active)
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where neither TensorRT nor TensorRT-RTX is installed."""
+    monkeypatch.setattr(doctor, "PLAN_BACKENDS", ())
 
 
 def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]) -> None:
@@ -105,3 +117,111 @@ def test_cards_are_listed_with_their_free_memory(monkeypatch: pytest.MonkeyPatch
     assert doctor.diagnose().to_json()["cards"] == (asdict(card),)
     monkeypatch.setattr(doctor, "cards", tuple)
     assert doctor.diagnose().cards == ()
+
+
+class FakePlans(ModuleType):
+    """As much of TensorRT-RTX as the doctor asks for; its runtime may not start."""
+
+    ComputeCapability = SimpleNamespace(NONE=0, CURRENT=1, SM86=86, SM89=89, SM120=120)
+
+    class ILogger:
+        ERROR, INTERNAL_ERROR = "error", "internal error"
+
+    def __init__(self, name: str, starts: bool = True) -> None:
+        super().__init__(name)
+        self.__version__, self.starts = "1.7.1", starts
+
+    def Runtime(self, log: Any) -> object:  # noqa: N802 - the library's name
+        if not self.starts:
+            log.log("error", "[runtime] CUDA is older than it must be.\nmore")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        return object()
+
+
+class FakeDriver:
+    """A driver that counts how often it was closed."""
+
+    closed = 0
+
+    def __init__(self, capability: str) -> None:
+        self.card = seam.Card(0, "Fake 4090", capability)
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def plans_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
+    """A machine of plans alone: neither ONNX Runtime nor OpenVINO, a fake library and a fake driver."""
+
+    def put(backend: str = "tensorrt-rtx", capability: str = "8.9", **how: Any) -> FakeDriver:
+        driver = FakeDriver(capability)
+        for name in ("onnxruntime", "openvino"):
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setattr(doctor, "PLAN_BACKENDS", (backend,))
+        monkeypatch.setitem(trt.MODULES, backend, "fake_plans")
+        monkeypatch.setitem(sys.modules, "fake_plans", FakePlans("fake_plans", **how))
+        monkeypatch.setattr(cuda, "open_driver", lambda: driver)
+        return driver
+
+    return put
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_where_plans_alone_are_installed_they_work(
+    backend: str, plans_alone: Callable[..., FakeDriver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = plans_alone(backend)
+    assert run(cli, ["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "works: yes" in out
+    assert f"name: {trt.NAMES[backend]} 1.7.1" in out
+    assert "reason: starts on card 0 (Fake 4090, compute capability 8.9); no plan was run" in out
+    assert "problems: none" in out  # ONNX Runtime is missed by nobody
+    assert driver.closed == 1
+
+
+def test_plans_without_a_driver_do_not_work(
+    plans_alone: Callable[..., FakeDriver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> FakeDriver:
+        raise BackendError("CUDA cannot be used here (no driver): install NVIDIA's driver")
+
+    plans_alone()
+    monkeypatch.setattr(cuda, "open_driver", none)
+    assert run(cli, ["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "reason: CUDA cannot be used here (no driver): install NVIDIA's driver" in out
+    assert "pip install 'mdps[cpu]'" in out
+
+
+def test_a_card_the_plans_are_not_for_is_named(plans_alone: Callable[..., FakeDriver]) -> None:
+    driver = plans_alone(capability="9.0")
+    (check,) = doctor.diagnose().providers
+    assert not check.usable
+    assert "for compute capability 8.6, 8.9, 12.0, here is card 0 (Fake 4090, compute capability 9.0)" in check.reason
+    assert driver.closed == 1
+    plans_alone("tensorrt", capability="9.0")  # builds for the card that is there
+    assert doctor.diagnose().works
+
+
+def test_a_library_of_plans_that_does_not_start_is_not_usable(plans_alone: Callable[..., FakeDriver]) -> None:
+    driver = plans_alone(starts=False)
+    (check,) = doctor.diagnose().providers
+    assert (check.name, check.usable) == ("TensorRT-RTX 1.7.1", False)
+    assert check.reason == "it does not start: [runtime] CUDA is older than it must be"
+    assert driver.closed == 1
+    sys.modules["fake_plans"] = ModuleType("fake_plans")  # without its libraries
+    assert "installed without its libraries" in doctor.diagnose().providers[0].reason
+
+
+def test_the_real_library_of_plans_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pytest.importorskip("tensorrt_rtx_bindings")
+    monkeypatch.setattr(doctor, "PLAN_BACKENDS", ("tensorrt-rtx",))
+    (check,) = [check for check in doctor.diagnose().providers if check.name.startswith("TensorRT-RTX")]
+    assert check.name == f"TensorRT-RTX {real.__version__}"
+    assert check.usable or "NVIDIA" in check.reason
+    assert {"8.6", "8.9", "12.0"} <= set(trt.served_capabilities(real))
