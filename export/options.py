@@ -31,6 +31,10 @@ class ExportOptions:
     keeps its own, and takes steps as long as the first pass's. `crop` "input" cuts
     `crop_size` out of the resized image before the network, "metrics" only for evaluation.
 
+    The fields that `PassSettings`, `SamplerSettings`, `ScoreSettings` and `MaskSettings` have too mean what they mean
+    there, in the same ranges. `backbone_weights` is a file, None what is installed or cached; `roi` is (left, top,
+    width, height) in pixels of the photograph; `load` is what the checkpoint does not say.
+
     `precision` is that of the denoiser's graphs. `backend` names the library whose plans the bundle holds too, for
     cards of each `compute_capability` and steps of at most `max_batch` samples. With `count_nodes` the manifest also
     says what torch's autograd performs for a guided step, beside the nodes of the graphs.

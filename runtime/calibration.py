@@ -117,9 +117,12 @@ def calibrate(
 ) -> Calibration:
     """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
 
-    With a frozen mask range the range is measured first, over the first pass of all images. Raises ImageError for an
-    image that cannot be read, CalibrationError without images, UsageError for a rate outside (0, 1); warns with
-    CalibrationWarning where there are too few images for the rate.
+    At most the share `false_alarm_rate`, in (0, 1), of further good parts is to fail; `batch` (1 or more) pictures are
+    judged at once. With a frozen mask range the range is measured first, over the first pass of all images.
+
+    Raises ImageError for an image that cannot be read, CalibrationError without images, UsageError for a rate outside
+    (0, 1), BackendError where the engine fails or gives NaN; warns with CalibrationWarning where there are too few
+    images for the rate.
     """
     require(0 < false_alarm_rate < 1, f"the false-alarm rate {false_alarm_rate} should lie between 0 and 1")
     pictures = list(images)

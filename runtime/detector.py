@@ -44,7 +44,9 @@ class Result:
 class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
-    `warm_up_seconds` is how long the last image took that `warm_up` ran; 0 before.
+    `manifest`, `calibration` (None without one), `product` and `backend` are what it was loaded with; `preprocessing`
+    makes an observation [3, H, W] of a picture. `warm_up_seconds` is how long the last image took that `warm_up` ran; 0
+    before.
 
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
     """
@@ -87,11 +89,14 @@ class Detector:
         }
 
     def __call__(self, image: Picture) -> Result:
-        """Judge one picture (see `Picture`). ImageError for the picture, BackendError for the engine."""
+        """Judge one picture (see `Picture`). Raises as `batch`."""
         return self.batch([image])[0]
 
     def batch(self, images: Sequence[Picture]) -> list[Result]:
-        """Judge several pictures; each result is what the picture alone would get. The first bad picture raises."""
+        """A result for each picture, in their order, as the picture alone would get it; none for no pictures.
+
+        Raises ImageError for the first bad picture, and as `inspect`.
+        """
         if not images:
             return []
         start = time.perf_counter()
@@ -100,7 +105,10 @@ class Detector:
         return self._judge(observations, preprocess, start)
 
     def judge(self, observations: NDArray[np.float32]) -> list[Result]:
-        """Results of pictures that `preprocessing` was run on before: float32 [B, 3, H, W]. Raises as `inspect`."""
+        """B results for pictures that `preprocessing` was run on before: float32 [B, 3, H, W] in [-1, 1], B >= 1.
+
+        Raises as `inspect`.
+        """
         return self._judge(observations, 0.0, time.perf_counter())
 
     def _judge(self, observations: NDArray[np.float32], preprocess: float, start: float) -> list[Result]:
@@ -117,11 +125,11 @@ class Detector:
         mask_range: tuple[float, float] | None = None,
         early_exit: bool = True,
     ) -> Inspection:
-        """The arrays behind a result, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
+        """The arrays behind results, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
 
         `early_exit` False takes every image through both passes, whatever the settings say.
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
-        frozen and not known, BackendError where the engine fails or gives NaN.
+        frozen and not known, BackendError where the engine fails or gives NaN, after `close`, and in a forked process.
         """
         self._check_process()
         self._check(observations)

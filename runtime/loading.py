@@ -65,9 +65,13 @@ def load(
     before anything is opened. `torch_compile` is a back end of torch.compile, such as "inductor", for the guided step
     of a traced bundle.
 
-    `samples` (N_s), `seed` and `early_exit` (see `SamplerSettings`; it needs a calibration) override the bundle's; at
-    most `max_batch` posterior samples are computed at once. With `calibrated` the product must have a calibration made
-    with the same number of samples. Raises BundleError, CalibrationError (both are UsageErrors) or BackendError.
+    `samples` (N_s), `seed` and `early_exit` override the bundle's, in the ranges of `SamplerSettings`; an early exit
+    needs a calibration. At most `max_batch` (1 or more) posterior samples are computed at once, by so many `threads` of
+    the processor, by default all this process may use. `product` is the calibration's name; with `calibrated` there
+    must be one, made with the same number of samples, without it the results have no verdict.
+
+    Raises UsageError for a value out of its range, a backend, provider or card that is not there; BundleError and
+    CalibrationError, which are UsageErrors too; BackendError where the engine or the card does not do it.
     """
     path = Path(path)
     require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")

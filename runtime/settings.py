@@ -12,11 +12,12 @@ EXIT_SHARES = tuple(k / 20 for k in range(1, 20))
 
 @dataclass(frozen=True)
 class PassSettings(Record):
-    """One sampling pass: noise level T, guidance scale (rho, w), and `steps` N (paper index) or `skip` (reference).
+    """One sampling pass: noise level T >= 1, guidance scale (rho, w) >= 0, and `steps` N (paper) or `skip` (reference).
 
     `start`: what is noised to T, the observation, or "stitched": the samples of the pass before inside the mask and the
     observation outside (AutoDDPM, Bercea et al. 2023). `resamples`: how often each step but the last is made; before it
-    is made again its result is noised back to where the step began (RePaint, Lugmayr et al. 2022).
+    is made again its result is noised back to where the step began (RePaint, Lugmayr et al. 2022); 1 to 1000.
+    UsageError for a value out of its range, here and in all settings.
     """
 
     noise_level: int
@@ -46,6 +47,7 @@ class SamplerSettings(Record):
     network's vector-Jacobian product, at twice the cost of a forward.
     `early_exit`: an image that scores no higher in the first pass than this share of good parts did, nor than the
     threshold, skips the masked pass; one of EXIT_SHARES, or 0 where every image goes through all passes.
+    `eta_ddim` lies in [0, 1], `samples` (N_s) in 1..4096, `seed` in 0..2^63 - 1.
     """
 
     time_index: Literal["paper", "reference"]
@@ -91,8 +93,9 @@ class ScoreSettings(Record):
     `pixel`: "l1" is eta * sum over channels of |y - x0| in [-1, 1], "squared" that of (y - x0)^2; "scaled" is eta *
     max(feature map) / max(pixel map) times the mean over channels of the difference in ImageNet-normalised space.
     `pool` 3 smooths features by a 3 x 3 mean, 0 does not. `feature_size`: the feature network sees the image at this
-    size, or its own if larger; None: as it is. `smoothing_sigma` 0: no Gaussian. `top`: how many pixels the image score
-    counts.
+    size, or its own if larger; None: as it is. `smoothing_sigma` in pixels of the map, 0: no Gaussian; it is cut to an
+    odd `smoothing_kernel` of pixels. `map_scale` > 0 multiplies the map. `top` >= 1: how many pixels the image score
+    counts. `stages` are counted from 1; with none, `eta` >= 0 must be above 0.
     """
 
     backbone: str
@@ -124,7 +127,7 @@ class ScoreSettings(Record):
 
 @dataclass(frozen=True)
 class MaskSettings(Record):
-    """Mask threshold min + lambda (max - min) of the first pass's map, min and max from where `range` says.
+    """Mask threshold min + lambda (max - min) of the first pass's map, lambda in [0, 1], min and max as `range` says.
 
     "per-image": the map itself (paper); "frozen": the calibration on good images; "dataset": a whole test set, given by
     whoever reproduces the authors' numbers.
@@ -208,8 +211,8 @@ def reference_settings(
 ) -> Settings:
     """What the authors' published code does, with the numbers of one category's preset.
 
-    `mask_steps` is the noise level of the mask-making first pass, 0 for none: then the only pass has `test_steps` and
-    `guidance`.
+    `mask_steps` is the noise level of the mask-making first pass, 0 for none: then the only pass has `test_steps`, its
+    noise level, and `guidance`. A pass calls the network every `skip` timesteps. UsageError as the settings' own.
     """
     last = PassSettings(test_steps, float(guidance), skip=skip)
     first = PassSettings(mask_steps, float(guidance_mask_pass), skip=skip) if mask_steps else last

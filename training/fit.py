@@ -41,7 +41,9 @@ def fit(
     resume: bool = False,
     on_log: Callable[[Row], None] | None = None,
 ) -> Path:
-    """Train on `images` and return the path of `denoiser.safetensors` (the moving average) in the run folder `out`.
+    """Train on `images` and return the path of `denoiser.safetensors` in the run folder `out`.
+
+    It holds the moving average of the weights where `config.ema` is above 0, and the last weights otherwise.
 
     images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
     The run folder also gets what docs/training.md lists; `on_log` is handed each line of its log. With `resume` a run

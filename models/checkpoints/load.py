@@ -20,7 +20,12 @@ from mdps.runtime.schedule import NoiseSchedule
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A frozen network in eval mode and all that is needed to call it."""
+    """A frozen network in eval mode and all that is needed to call it.
+
+    `network` takes x_t [B, 3, H, W] float32 and a timestep [] or [B], and gives `prediction` ("eps", "v" or "x0") in
+    the shape of x_t. `preprocessing` is that of training as `Preprocessing.to_json` writes it, None where the file does
+    not say; `extra` are the file's notes on its training.
+    """
 
     network: UNet
     config: UNetConfig

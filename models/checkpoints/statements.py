@@ -26,7 +26,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the user says about a checkpoint; wins over the file and its sidecar. UsageError for impossible values."""
+    """What the user says about a checkpoint; wins over the file and its sidecar. None says nothing.
+
+    `image_size` is the side of the training images; attention heads are so many (`num_heads`) or of so many channels
+    (`num_head_channels`). UsageError for numbers below 1, for both of these, or for another `prediction`.
+    """
 
     image_size: int | None = None
     num_heads: int | None = None
