@@ -1,7 +1,8 @@
 """One builder of engine plans for TensorRT 10, TensorRT 11 and TensorRT-RTX.
 
 All three take strongly typed networks: precision is in the graph, and no flag changes it. TensorRT builds for the card
-it runs on; TensorRT-RTX for the cards it is told, without having one.
+it runs on, which is the first one CUDA shows the process and not always nvidia-smi's first; TensorRT-RTX for the cards
+it is told, without having one.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from mdps.export.engine_graph import parseable
 from mdps.export.engine_types import Types, check_network, engine_types
 from mdps.runtime.atomic import write_bytes
-from mdps.runtime.cards import cards
+from mdps.runtime.cards import cuda_capabilities
 from mdps.runtime.errors import BackendError, UsageError, first_line, require
 from mdps.runtime.trt import MODULES, NAMES, load_library, logger, served_capabilities
 from mdps.runtime.user_cache import cache_folder
@@ -20,6 +21,7 @@ from mdps.runtime.user_cache import cache_folder
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
+_SHOW_ONE = "show it that card alone with CUDA_VISIBLE_DEVICES=UUID, of `nvidia-smi -L`"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Builder:
         """`backend` "tensorrt" or "tensorrt-rtx"; without capabilities those of the card, or DEFAULT_CAPABILITIES.
 
         Raises BackendError where the library or a card it needs is missing, UsageError for a capability that it does
-        not build for or that cannot compute in `precision`.
+        not build for or that cannot compute in `precision`, and where TensorRT is to choose among cards of several.
         """
         require(backend in MODULES, f"there is no builder {backend!r}: choose one of {', '.join(MODULES)}")
         library = load_library(backend, "Builder")
@@ -86,8 +88,8 @@ class Builder:
             raise BackendError(self._sentence(path, log, "it gives no reason"))
         self._keep_timings(config)
         data = bytes(plan)
-        here = any(card.compute_capability in self.capabilities for card in cards())  # an engine loads on its card only
-        found = engine_types(self.library, log, data, precision, path) if here else None
+        here = _here()[:1]  # where an engine would be loaded; it loads on its card only
+        found = engine_types(self.library, log, data, precision, path) if set(here) & {*self.capabilities} else None
         return Built(data, types, "network") if found is None else Built(data, found, "engine")
 
     def _parsed(self, builder: Any, log: Any, path: Path) -> Any:
@@ -151,16 +153,31 @@ def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ..
 
 
 def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
-    here = [card.compute_capability for card in cards()]
+    here = _here()
     if not here:
         raise BackendError(
-            "TensorRT builds on the card that the plan is for, and nvidia-smi shows none: run the export on that "
-            "machine, or use --backend tensorrt-rtx"
+            "TensorRT builds on the card that the plan is for, and CUDA shows none: run the export on that machine, "
+            "see what `mdps doctor` says there, or use --backend tensorrt-rtx"
         )
-    other = [one for one in capabilities or () if one != here[0]]
-    require(
-        not other,
-        f"TensorRT builds for the card it runs on, of compute capability {here[0]}, not for {''.join(other[:1])}: "
-        "leave out --compute-capability, or use --backend tensorrt-rtx",
-    )
+    if other := [one for one in capabilities or () if one != here[0]]:
+        elsewhere = other[0] in here
+        remedy = _SHOW_ONE if elsewhere else "leave out --compute-capability, or use --backend tensorrt-rtx"
+        raise UsageError(
+            f"TensorRT builds for the card it runs on, the first that CUDA shows, of compute capability {here[0]}, not "
+            f"for {other[0]}{', which another card here has' if elsewhere else ''}: {remedy}"
+        )
+    if not capabilities and len(set(here)) > 1:
+        kinds = ", ".join(dict.fromkeys(here))
+        raise UsageError(
+            f"TensorRT builds for one card, and here are cards of compute capability {kinds}: {_SHOW_ONE}, or name the "
+            f"first one's with --compute-capability {here[0]}"
+        )
     return (here[0],)
+
+
+def _here() -> tuple[str, ...]:
+    """Compute capabilities of the cards that CUDA shows this process, in its order: the first one's is built on."""
+    try:
+        return cuda_capabilities()
+    except BackendError:  # no driver or no card
+        return ()

@@ -20,6 +20,7 @@ from mdps.runtime.errors import BackendError, UsageError
 MIB = 2**20
 _QUERY = ("index", "uuid", "name", "compute_cap", "memory.free", "memory.total", "driver_version")
 _NO_CARD = 100  # CUDA_ERROR_NO_DEVICE
+_MAJOR_MINOR = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and .._MINOR
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,29 @@ def cuda_cards() -> tuple[UUID, ...]:
     return tuple(_uuid(library, ordinal) for ordinal in range(count.value))
 
 
-def _uuid(library: Any, ordinal: int) -> UUID:
-    handle, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+def cuda_capabilities() -> tuple[str, ...]:
+    """Compute capabilities, such as "8.6", of the `cuda_cards` in their order, by the driver; errors as there."""
+    count, library = len(cuda_cards()), _driver()
+    return tuple(_capability(library, ordinal) for ordinal in range(count))
+
+
+def _capability(library: Any, ordinal: int) -> str:
+    handle, value = _handle(library, ordinal), ctypes.c_int()
+    numbers = []
+    for attribute in _MAJOR_MINOR:
+        _check(library, library.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle))
+        numbers.append(str(value.value))
+    return ".".join(numbers)
+
+
+def _handle(library: Any, ordinal: int) -> ctypes.c_int:
+    handle = ctypes.c_int()
     _check(library, library.cuDeviceGet(ctypes.byref(handle), ordinal))
+    return handle
+
+
+def _uuid(library: Any, ordinal: int) -> UUID:
+    handle, raw = _handle(library, ordinal), (ctypes.c_ubyte * 16)()
     # The second version names an instance of a card that is cut into several (MIG), the first one the whole card.
     get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     _check(library, get(ctypes.byref(raw), handle))

@@ -14,6 +14,7 @@ from mdps.runtime.errors import BackendError, UsageError
 
 GB = 10**9
 L4, A2, T4 = (f"GPU-{n}{'0' * 7}-1111-2222-3333-{'4' * 12}" for n in "abc")
+CAPABILITIES = {L4: (8, 9), A2: (8, 6), T4: (7, 5)}
 
 
 class FakeNvml:
@@ -78,6 +79,11 @@ class FakeCuda:
         handle._obj.value = 70 + ordinal
         return 0
 
+    def cuDeviceGetAttribute(self, value, attribute, handle):  # noqa: N802
+        major_minor = CAPABILITIES[self.uuids[handle.value - 70]]
+        value._obj.value = major_minor[{75: 0, 76: 1}[attribute]]
+        return 0
+
     def cuDeviceGetUuid_v2(self, raw, handle):  # noqa: N802
         raw._obj[:] = UUID(self.uuids[handle.value - 70][4:]).bytes
         return 0
@@ -137,6 +143,15 @@ def test_a_card_is_chosen_by_index_or_uuid_whatever_order_cuda_has(nvml, show):
     assert choose("gpu-b0000000").card.name == "NVIDIA A2"
     assert choose("c000") == Place(0, cards()[2])
     assert choose(None) == Place(0, cards()[2])
+
+
+def test_capabilities_come_in_the_order_of_cuda(nvml, show):
+    show(T4, A2)
+    assert cards_module.cuda_capabilities() == ("7.5", "8.6")
+    assert [card.compute_capability for card in cards()] == ["8.9", "8.6", "7.5"]
+    show(fails_with=100)
+    with pytest.raises(BackendError, match="shows this process no card"):
+        cards_module.cuda_capabilities()
 
 
 def test_a_card_that_is_not_there_is_named_with_those_that_are(nvml, show):

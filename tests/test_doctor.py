@@ -96,7 +96,7 @@ def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "openvino", None)
     diagnosis = doctor.diagnose()
     assert not diagnosis.works

@@ -28,6 +28,7 @@ from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
+from mdps.runtime import cards as cards_module
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
@@ -312,21 +313,53 @@ def test_a_missing_library_is_named_with_its_remedy(backend: str, monkeypatch: p
         Builder.of(backend)
 
 
-def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, cards: tuple[Card, ...]) -> None:
+def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, *capabilities: str) -> None:
+    """A fake TensorRT, and a fake CUDA that shows cards of these capabilities, in its order."""
+
+    def shown() -> tuple[str, ...]:
+        if not capabilities:
+            raise BackendError("CUDA shows this process no card")
+        return capabilities
+
     library = SimpleNamespace(__version__="10.9.0", Builder=object)
     monkeypatch.setattr(importlib, "import_module", lambda name: library)
-    monkeypatch.setattr(engine_module, "cards", lambda: cards)
+    monkeypatch.setattr(engine_module, "cuda_capabilities", shown)
 
 
 def test_tensorrt_builds_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_tensorrt(monkeypatch, (Card(0, "GPU-1", "NVIDIA H100", "9.0", None, None, "580.1"),))
+    fake_tensorrt(monkeypatch, "9.0")
     assert Builder.of("tensorrt").capabilities == ("9.0",)
     assert Builder.of("tensorrt", ("9.0",)).version == "10.9.0"
-    with pytest.raises(UsageError, match=r"capability 9\.0, not for 8\.6"):
+    with pytest.raises(UsageError, match=r"capability 9\.0, not for 8\.6: leave out --compute-capability"):
         Builder.of("tensorrt", ("8.6",))
-    fake_tensorrt(monkeypatch, ())
-    with pytest.raises(BackendError, match="nvidia-smi shows none"):
+    fake_tensorrt(monkeypatch)
+    with pytest.raises(BackendError, match="CUDA shows none"):
         Builder.of("tensorrt")
+
+
+def test_tensorrt_builds_for_the_card_cuda_lists_first_not_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tensorrt(monkeypatch, "8.9", "7.5")
+    smi = tuple(Card(i, f"GPU-{i}", "a card", one, None, None, "580.1") for i, one in enumerate(("7.5", "8.9")))
+    monkeypatch.setattr(cards_module, "cards", lambda: smi)
+    assert Builder.of("tensorrt", ("8.9",)).capabilities == ("8.9",)
+    with pytest.raises(UsageError, match=r"8\.9, not for 7\.5, which another .*CUDA_VISIBLE_DEVICES=UUID"):
+        Builder.of("tensorrt", ("7.5",))
+    with pytest.raises(UsageError, match=r"of compute capability 8\.9, 7\.5: .* --compute-capability 8\.9"):
+        Builder.of("tensorrt")
+    fake_tensorrt(monkeypatch, "8.9", "8.9")  # it does not matter which
+    assert Builder.of("tensorrt").capabilities == ("8.9",)
+
+
+@pytest.mark.parametrize(("shown", "loads"), [(("8.6", "12.0"), True), (("12.0", "8.6"), False), ((), False)])
+def test_an_engine_is_inspected_where_it_would_be_loaded(
+    shown: tuple[str, ...], loads: bool, rtx: Builder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On CUDA's first card; loading a plan on another card than its own is an error of the library's."""
+    monkeypatch.setattr(engine_module, "cuda_capabilities", lambda: shown)
+    monkeypatch.setattr(engine_module, "engine_types", lambda *_: {"Float": 1})
+    path = one_node("Relu", tmp_path / "relu.onnx")
+    built = rtx.build(path, {"x": ((1, 4, 4), (1, 4, 4), (2, 4, 4))}, "fp32")
+    assert built.inspected == ("engine" if loads else "network")
 
 
 def layer(kind: str, given: str, result: str) -> dict[str, Any]:
