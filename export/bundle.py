@@ -76,10 +76,10 @@ def export_bundle(
         writer.scoring(backbone)
         if options.count_nodes:
             writer.count_autograd()
-        manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity={})
+        manifest = writer.manifest(out.name, options.guidance_backend, backbone)
         say("comparing with the torch oracle")
-        parity = _parity(folder, manifest, denoiser, backbone)
-        manifest = writer.manifest(out.name, options.guidance_backend, backbone, parity)
+        checks = _parity(folder, manifest, denoiser, backbone)
+        manifest = replace(manifest, parity={"checks": checks} | manifest.parity)
         if builder:
             manifest = add_plans(folder, manifest, builder, options.max_batch, say)
         manifest.write(folder)
@@ -179,14 +179,8 @@ class _Writer:
         say: Say,
         precision: Precision = "fp32",
     ) -> None:
-        self.folder, self.denoiser, self.settings, self.preprocessing, self.say, self.precision = (
-            folder,
-            denoiser,
-            settings,
-            preprocessing,
-            say,
-            precision,
-        )
+        self.folder, self.denoiser, self.settings = folder, denoiser, settings
+        self.preprocessing, self.say, self.precision = preprocessing, say, precision
         self.layers: LayerErrors = {}
         self.graphs: dict[str, GraphEntry] = {}
         self.nodes: dict[str, dict[str, int]] = {}
@@ -246,7 +240,8 @@ class _Writer:
         self.autograd = autograd_operations(self.denoiser.network, oracle, self.preprocessing.network_size)
         self.say(_node_table(self.autograd, self.nodes))
 
-    def manifest(self, name: str, backend: Any, backbone: Backbone | None, parity: dict[str, Any]) -> Manifest:
+    def manifest(self, name: str, backend: Literal["onnx", "traced"], backbone: Backbone | None) -> Manifest:
+        """What was written so far; the parity report lacks its checks."""
         report = self.denoiser.report
         hashes = {"backbone_weights_sha256": backbone.weights_sha256 or ""} if backbone else {}
         return Manifest(
@@ -268,7 +263,7 @@ class _Writer:
             files=hash_files(self.folder),
             graphs=self.graphs,
             versions=versions("torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"),
-            parity={"checks": parity, "nodes": self.nodes}
+            parity={"nodes": self.nodes}
             | ({"layers": self.layers} if self.layers else {})
             | ({"autograd_operations": self.autograd} if self.autograd else {}),
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
@@ -282,10 +277,10 @@ class _Writer:
 
     def _record(self, role: str, variant: str, module: nn.Module, weights: WeightStore) -> None:
         image = self._image(1)
-        replace_rule = self.settings.sampler.mask_rule != "blend"
+        noised = self.settings.sampler.mask_rule != "blend"
         inputs: dict[str, Tensor | None] = {
             "x_t": image, "observation": image.flip(-1), "mask": (image[:, :1] > 0).float(), "noise": image.flip(-2),
-            "mask_noise": image.flip(-1, -2) if replace_rule else None,
+            "mask_noise": image.flip(-1, -2) if noised else None,
         }  # fmt: skip
         scalars = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1}
         if role == "guided_step":

@@ -17,7 +17,7 @@ from mdps.models.oracle_setup import eps_of, features_of, oracle_of
 from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN
 from mdps.runtime.pipeline import Pipeline
-from mdps.runtime.sampler import posterior_sampling
+from mdps.runtime.sampler import posterior_sampling, step_scalars
 from mdps.runtime.schedule import Step, plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import PassSettings, Settings
@@ -174,10 +174,9 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
 
 def _feeds(session: Session, y: Array, step: Step) -> dict[str, Array]:
     """Feeds of a step graph with each picture as the x_t of the other."""
-    scalars = {"timestep": step.timestep, "alpha_t": step.alpha_t, "alpha_s": step.alpha_s, "sigma_t": step.sigma_t}
     other = np.ascontiguousarray(y[::-1])
     values = {"x_t": y, "observation": other, "mask": np.ones_like(y[:, :1]), "noise": y, "mask_noise": y}
-    values |= {name: np.asarray(v, dtype=np.float32) for name, v in (scalars | {"guidance_scale": 1.0}).items()}
+    values |= step_scalars(step) | {"guidance_scale": np.asarray(1.0, dtype=np.float32)}
     return {name: values[name] for name in session.inputs}
 
 

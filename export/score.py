@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mdps.models.backbones import IMAGENET
 from mdps.runtime.settings import ScoreSettings
-
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Features(nn.Module):
@@ -48,7 +47,7 @@ class Score(nn.Module):
     def __init__(self, features: Features | None, settings: ScoreSettings) -> None:
         super().__init__()
         self.features, self.settings = features, settings
-        self.register_buffer("std", torch.tensor(IMAGENET_STD).reshape(1, 1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(IMAGENET[1]).reshape(1, 1, 3, 1, 1), persistent=False)
         self.register_buffer("gauss", _gaussian(settings.smoothing_sigma, settings.smoothing_kernel), persistent=False)
 
     def forward(

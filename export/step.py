@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from mdps.export.linearize import block_type, linearize
 from mdps.export.norms import Grouped, Linear, NormForm, Pullback
+from mdps.models.checkpoints import Prediction
 from mdps.models.unet import UNet
-
-Prediction = Literal["eps", "v", "x0"]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class TracedSession:
         return self._torch.cuda.stream(self._torch.cuda.ExternalStream(handle, self._device))
 
     @property
-    def ports(self) -> list[Port]:
+    def input_ports(self) -> list[Port]:
         """What `inputs` take."""
         return list(self._ports)
 
@@ -173,7 +173,7 @@ class TracedEngine:
 
     def __init__(self, session: TracedSession, size: tuple[int, int]) -> None:
         self._session, self.provider = session, session.provider
-        self.inputs: Sequence[Port] = [_sized(port, size) for port in session.ports]
+        self.inputs: Sequence[Port] = [_sized(port, size) for port in session.input_ports]
         image = Port("", np.dtype(np.float32), (None, 3, *size))
         self.outputs: Sequence[Port] = [Port(name, image.dtype, image.shape) for name in session.outputs]
         self.largest: Mapping[str, tuple[int, ...]] = {}

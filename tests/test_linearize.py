@@ -7,7 +7,8 @@ import torch
 
 from mdps.export.linearize import linearize, prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
-from mdps.export.step import Denoiser, Prediction
+from mdps.export.step import Denoiser
+from mdps.models.checkpoints import Prediction
 from mdps.models.unet import UNet
 
 
