@@ -179,16 +179,7 @@ def export(
     _check_before_export(good, one_file, choices["guidance_backend"], choices["precision"])
     with needs("export", "cpu"):
         from mdps.export import ExportOptions, export_bundle
-        from mdps.models.checkpoints import LoadOptions
-        from mdps.runtime.schedule import NoiseSchedule
-    schedule = choices.pop("schedule")
-    facts = ("image_size", "num_heads", "num_head_channels", "new_attention_order", "prediction")
-    load = LoadOptions(
-        **{name: choices.pop(name) for name in facts},
-        schedule=getattr(NoiseSchedule, schedule)() if schedule else None,
-    )
-    options = ExportOptions(**_given(choices), load=load)
-    bundle = export_bundle(ckpt, out, options, force=force, say=say)
+    bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
     if good is None:
         click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
         return

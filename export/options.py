@@ -1,14 +1,16 @@
 """What a user may choose when exporting, and the settings that follow from it."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from mdps.export.methods import method
 from mdps.export.presets import preset
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime.errors import require
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import (
     PassSettings,
     SamplerSettings,
@@ -83,6 +85,15 @@ class ExportOptions:
             self.compute_capability is None or self.backend is not None,
             "--compute-capability is of engine plans, and none are asked for: add --backend tensorrt-rtx",
         )
+
+    @classmethod
+    def of(cls, choices: Mapping[str, Any]) -> Self:
+        """From the options of `mdps export` by name, those of `LoadOptions` among them; None keeps a default."""
+        given = {name: value for name, value in choices.items() if value is not None}
+        schedule = given.pop("schedule", None)
+        said: dict[str, Any] = {one.name: given.pop(one.name) for one in fields(LoadOptions) if one.name in given}
+        load = LoadOptions(**said, schedule=getattr(NoiseSchedule, schedule)() if schedule else None)
+        return cls(**given, load=load)
 
     def preprocessing(self, trained: Preprocessing) -> Preprocessing:
         """The way from a picture to the network: as in training, unless told otherwise."""

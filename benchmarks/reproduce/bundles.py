@@ -11,12 +11,10 @@ from mdps import __version__
 from mdps.benchmarks.reproduce.paper import plain_name
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.presets import PRESETS
-from mdps.models.checkpoints import LoadOptions, describe_checkpoint
+from mdps.models.checkpoints import describe_checkpoint
 from mdps.runtime.manifest import FILE_NAME
-from mdps.runtime.schedule import NoiseSchedule
 
 Say = Callable[[str], None]
-_FACTS = ("image_size", "num_heads", "num_head_channels", "new_attention_order", "prediction")
 
 
 class Bundles:
@@ -31,7 +29,7 @@ class Bundles:
 
         A preset without a category ("mvtec") is that category's ("mvtec/bottle").
         """
-        options = export_options(self._of_category(category) | dict(changes))
+        options = ExportOptions.of(self._of_category(category) | dict(changes))
         key = digest([__version__, self.checkpoint_hash(checkpoint), plain(options)])
         bundle = self._folder / key
         if not (bundle / FILE_NAME).is_file():
@@ -51,15 +49,6 @@ class Bundles:
         of_all = f"{preset}/"
         names = {plain_name(name.removeprefix(of_all)): name for name in PRESETS if name.startswith(of_all)}
         return self._choices | {"preset": names.get(plain_name(category), of_all + category)}
-
-
-def export_options(choices: Mapping[str, Any]) -> ExportOptions:
-    """ExportOptions from the options of `mdps export` by name; those that are None keep their defaults."""
-    given = {name: value for name, value in choices.items() if value is not None}
-    schedule = given.pop("schedule", None)
-    facts: dict[str, Any] = {name: given.pop(name) for name in _FACTS if name in given}
-    load = LoadOptions(**facts, schedule=getattr(NoiseSchedule, schedule)() if schedule else None)
-    return ExportOptions(**given, load=load)
 
 
 def digest(value: object) -> str:
