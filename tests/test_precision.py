@@ -21,7 +21,7 @@ from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import OPERATORS
 from mdps.export.precision import PrecisionError, in_precision, layer_errors, prepare
 from mdps.export.products import FloatProducts
-from mdps.export.step import Denoiser, GuidedStep, StepRules
+from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import Tracer, record
 from mdps.models import oracle as o
 from mdps.models.checkpoints import LoadOptions
@@ -29,6 +29,7 @@ from mdps.models.unet import UNet
 from mdps.runtime import load
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.schedule import NoiseSchedule, plan_steps
 from mdps.serving.terminal import run
 
 FORMS = pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
@@ -268,12 +269,68 @@ def test_a_traced_bundle_has_no_half_precision() -> None:
         ExportOptions(precision="fp16", guidance_backend="traced")
 
 
-@pytest.mark.slow  # 80 images in each precision
-def test_verdicts_on_the_demos_test_set_are_those_of_fp32(tmp_path: Path) -> None:
+def demo_steps(precision: str, guided_one: bool) -> Any:
+    """A session of the demo's step graph, its norms in the form ONNX Runtime is given."""
+    from mdps.benchmarks import demo
+    from mdps.models.checkpoints import load_denoiser
+
+    loaded = load_denoiser(demo.CHECKPOINT)
+    denoiser = Denoiser(prepare(in_precision(loaded.network, precision), precision), loaded.prediction, Grouped())  # type: ignore[arg-type]
+    image, scalars = torch.randn(1, 3, 64, 64), {name: torch.tensor(value) for name, value in SCALARS.items()}
+    inputs: dict[str, Any] = {name: image + i for i, name in enumerate(IMAGES)}
+    inputs["mask"] = image[:, :1]
+    if not guided_one:
+        del scalars["guidance_scale"]
+    module = (GuidedStep if guided_one else PlainStep)(denoiser, StepRules())
+    model = record(
+        module,
+        inputs | {"mask_noise": None} | scalars,
+        OUTPUTS[: 3 if guided_one else 2],
+        dict.fromkeys(IMAGES, ("batch",)),
+    )
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("guided_one", [True, False], ids=["guided", "plain"])
+def test_every_step_of_the_demo_in_fp16_is_near_that_in_fp32(guided_one: bool) -> None:
+    """Each of a pass's ten steps from the same x, on a photograph; run with -s for the figures."""
     from mdps.benchmarks import demo
     from mdps.benchmarks.textures import TextureSet
 
-    textures = TextureSet(demo.PHOTO)
+    full, half = (demo_steps(precision, guided_one) for precision in ("fp32", "fp16"))
+    schedule, sampler, stream = (
+        NoiseSchedule.linear(),
+        demo.OPTIONS.settings((64, 64)).sampler,
+        np.random.RandomState(0),
+    )
+    alpha_first, steps = plan_steps(schedule, sampler.time_index, sampler.first_pass, sampler.eta_ddim)
+    sample = next(one for one in TextureSet(demo.PHOTO).test() if one.kind != "good")
+    y = (sample.image.transpose(2, 0, 1)[None] / 127.5 - 1).astype(np.float32)
+    x = (alpha_first**0.5 * y + (1 - alpha_first) ** 0.5 * stream.standard_normal(y.shape)).astype(np.float32)
+    errors: dict[str, list[float]] = {name: [] for name in OUTPUTS}
+    for step in steps:
+        feeds = {"x_t": x, "observation": y, "mask": np.ones_like(y[:, :1]), "noise": np.zeros_like(y)}
+        feeds["noise"] += stream.standard_normal(y.shape).astype(np.float32)
+        feeds |= {
+            name: np.asarray(getattr(step, name), np.float32) for name in ("timestep", "alpha_t", "alpha_s", "sigma_t")
+        }
+        feeds["guidance_scale"] = np.asarray(sampler.first_pass.guidance_scale, np.float32)
+        wanted, found = (one.run(None, {i.name: feeds[i.name] for i in one.get_inputs()}) for one in (full, half))
+        for name, exact, other in zip(OUTPUTS, wanted, found, strict=False):
+            errors[name].append(relative(other, exact))
+        x = wanted[0]
+    print({name: f"{max(values):.1e}" for name, values in errors.items() if values})
+    assert len(errors["x_s"]) == 10
+    assert all(0 < error < ALLOWED["fp16"] for values in errors.values() for error in values)
+
+
+@pytest.mark.slow  # 80 images in each precision
+def test_verdicts_on_the_demos_test_set_are_those_of_fp32(tmp_path: Path) -> None:
+    """Run with -s for the figures."""
+    from mdps.benchmarks import demo
+    from mdps.benchmarks.textures import TextureSet
+
+    textures, errors, nearest, seen = TextureSet(demo.PHOTO), [0.0], 1.0, {"pass": 0, "fail": 0}
     full = demo.export_demo(tmp_path / "full")
     demo.calibrate_demo(full, tmp_path / "good", textures)
     half = export_bundle(demo.CHECKPOINT, tmp_path / "half", replace(demo.OPTIONS, precision="fp16"))
@@ -282,3 +339,10 @@ def test_verdicts_on_the_demos_test_set_are_those_of_fp32(tmp_path: Path) -> Non
             wanted, found = exact(sample.image), detector(sample.image)
             assert ("fail" if found.score > wanted.threshold else "pass") == wanted.verdict, sample.name
             assert found.score == pytest.approx(wanted.score, rel=2e-2)
+            errors.append(abs(found.score - wanted.score) / wanted.score)
+            nearest = min(nearest, abs(wanted.score - wanted.threshold) / wanted.threshold)
+            seen[wanted.verdict] += 1
+            print(f"{sum(seen.values())}: {seen}, scores differ by {max(errors):.1e} at most; nearest to the "
+                  f"threshold {nearest:.1e}", flush=True)  # fmt: skip
+    assert sum(seen.values()) == 80
+    assert min(seen.values()) > 10
