@@ -304,7 +304,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 @AS_JSON
 @TRACEBACK
 def doctor(as_json: bool) -> int:
-    """Try ONNX Runtime's providers and OpenVINO, and list cards, processors and versions."""
+    """Try ONNX Runtime's providers, OpenVINO and TensorRT, and list cards, processors and versions."""
     from mdps.runtime.doctor import diagnose
 
     diagnosis = diagnose()
