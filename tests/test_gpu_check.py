@@ -470,6 +470,45 @@ def test_a_wheel_that_cannot_be_had_is_one_sentence(
     assert kit.main([*command, "--libraries", "none", "--part-size", "1KB"]) == 0
 
 
+def a_clone(folder: Path, name: str = "mdps") -> Path:
+    """As much of a clone as a wheel is built from, and some of what a user leaves in one."""
+    for path in ("runtime/x.py", "benchmarks/results/x.md", "benchmarks/x.py", "kit.staging/x", "venv/x.py", "x.pt"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "{name}"\n[tool.setuptools]\npackages = ["mdps", "mdps.runtime", "mdps.benchmarks"]\n'
+    )
+    return folder
+
+
+def test_where_mdps_is_installed_as_a_copy_the_working_directory_is_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit.mdps, "__file__", str(tmp_path / "site-packages" / "mdps" / "__init__.py"))
+    monkeypatch.chdir(a_clone(tmp_path / "clone"))
+    built: list[set[str]] = []
+
+    def pip(arguments: list[str]) -> None:
+        tree = Path(arguments[-1])
+        if arguments[0] == "wheel":
+            built.append({str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()})
+            (tree.parent / "mdps-1.0-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(kit, "_pip", pip)
+    kit.make_kit(tmp_path / "kit", kit.KitOptions(things=()))
+    assert built == [{"pyproject.toml", "runtime/x.py", "benchmarks/x.py"}]
+
+
+def test_outside_of_a_clone_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kit.mdps, "__file__", str(tmp_path / "site-packages" / "mdps" / "__init__.py"))
+    monkeypatch.chdir(a_clone(tmp_path / "other", "something"))
+    assert kit.main(["--out", str(tmp_path / "kit")]) == 2
+    assert "is no clone of its repository" in capsys.readouterr().err
+    assert not list(tmp_path.glob("kit*"))
+
+
 @pytest.mark.parametrize(("text", "size"), [("60MB", 60_000_000), ("1.5 KiB", 1536), ("7", 7)])
 def test_sizes(text: str, size: int) -> None:
     assert kit.size_of(text) == size

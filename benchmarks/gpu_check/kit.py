@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,8 @@ THINGS = (
     "authors:fp16x16:tensorrt-rtx",
 )
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "build", "dist", "tests", "out", "runs", "results", "__pycache__", "*.egg-info", "demo-report", "gpu-check"
-)
+TEXTS = (".py", ".toml", ".md", ".typed", "")
+LEFT_OUT = shutil.ignore_patterns(".*", "results", "__pycache__")
 SUMS, MANIFEST, RUN, PART = "SHA256SUMS", "manifest.json", "run.sh", "kit.tar."
 
 
@@ -76,11 +76,12 @@ class KitOptions:
 
 def make_kit(out: Path, options: KitOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Fills the folder `out`; what the manifest says. MdpsError where pip finds no wheel or a thing cannot be made."""
+    source = None if options.wheel else source_tree()  # asked before any folder is made
     staging = out.with_name(out.name + ".staging")  # wheels and bundles, kept for the next run
     for folder in (out, staging / "wheels", staging / "prepared"):
         folder.mkdir(parents=True, exist_ok=True)
     say("collecting wheels")
-    _wheels(staging / "wheels", options)
+    _wheels(staging / "wheels", options, source)
     if options.things:
         say("preparing bundles")
         _prepare(staging / "prepared", options)
@@ -103,8 +104,9 @@ def make_kit(out: Path, options: KitOptions, say: Callable[[str], None] = lambda
     return manifest
 
 
-def _wheels(folder: Path, options: KitOptions) -> None:
-    own = options.wheel or _own_wheel(options)
+def _wheels(folder: Path, options: KitOptions, source: Path | None) -> None:
+    own = _own_wheel(source, options) if source else options.wheel
+    assert own is not None
     for old in folder.glob("mdps-*.whl"):
         old.unlink()
     own = Path(shutil.copy(own, folder))
@@ -116,16 +118,37 @@ def _wheels(folder: Path, options: KitOptions) -> None:
     _pip(command)
 
 
-def _own_wheel(options: KitOptions) -> Path:
-    root = Path(mdps.__file__).parent
-    require(
-        (root / "pyproject.toml").is_file(),
-        "mdps is installed without its source: run this in a clone of its repository, or give --mdps-wheel",
+def source_tree() -> Path:
+    """Where mdps was installed from in place, or else the working directory; UsageError where neither is its source."""
+    for root in (Path(mdps.__file__).parent, Path.cwd()):
+        try:
+            if _project(root)["project"]["name"] == "mdps":
+                return root
+        except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError):
+            continue
+    raise UsageError(
+        f"mdps is installed without its source, and {Path.cwd()} is no clone of its repository: run this in a clone, "
+        "or give --mdps-wheel"
     )
+
+
+def _project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _own_wheel(root: Path, options: KitOptions) -> Path:
+    """Built of what the wheel needs alone: a clone that is worked in also holds bundles, kits and environments."""
     folder = Path(tempfile.mkdtemp(prefix="mdps-kit-"))
-    shutil.copytree(root, folder / "tree", ignore=LEFT_OUT, symlinks=True)
+    tree = folder / "tree"
+    tree.mkdir()
+    packages = {name.split(".")[1] for name in _project(root)["tool"]["setuptools"]["packages"] if "." in name}
+    for path in root.iterdir():
+        if path.name in packages:
+            shutil.copytree(path, tree / path.name, ignore=LEFT_OUT)
+        elif path.is_file() and path.suffix in TEXTS:  # a checkpoint of gigabytes may lie beside them
+            shutil.copy(path, tree)
     isolation = ["--no-build-isolation"] if options.no_index else []
-    _pip(["wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", str(folder), str(folder / "tree")])
+    _pip(["wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", str(folder), str(tree)])
     (wheel,) = folder.glob("mdps-*.whl")
     return wheel
 
