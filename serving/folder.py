@@ -14,10 +14,11 @@ from PIL import Image
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.image_files import MAPS, OVERLAYS
 from mdps.runtime.preprocessing import read_image
 from mdps.serving.inputs import find_images, output_names
 from mdps.serving.overlay import HeatRange, own_range, png, strip
-from mdps.serving.rows import MAPS, OVERLAYS, Row, open_rows, writing
+from mdps.serving.rows import Row, open_rows, writing
 
 REPORT = "report.html"
 T = TypeVar("T")

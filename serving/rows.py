@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from mdps.runtime.errors import MdpsError
-
-MAPS, OVERLAYS = "maps", "overlays"
+from mdps.runtime.image_files import LINES, OVERLAYS
 
 
 @dataclass(frozen=True)
@@ -125,4 +124,4 @@ class RowFile:
 
 def open_rows(folder: Path) -> tuple[RowFile, RowFile]:
     """Starts `results.jsonl` and `results.csv` in `folder`."""
-    return RowFile(folder / "results.jsonl"), RowFile(folder / "results.csv", _csv_line([*CSV_HEADER]))
+    return RowFile(folder / LINES), RowFile(folder / "results.csv", _csv_line([*CSV_HEADER]))

@@ -47,6 +47,21 @@ def test_what_macos_leaves_beside_images_is_none(tmp_path: Path) -> None:
     assert image_files(touch(tmp_path / "a.png").parent) == [tmp_path / "a.png"]
 
 
+@pytest.mark.parametrize("find", [image_files, images_below, lambda folder: find_images([folder])])
+def test_the_pictures_that_an_earlier_run_left_are_no_photographs(tmp_path: Path, find: object) -> None:
+    wanted = [touch(tmp_path / name) for name in ("a.png", "monday/b.png", "monday/crops/c.png")]
+    for run in (tmp_path, tmp_path / "monday" / "results"):
+        touch(run / "results.jsonl")
+        touch(run / "overlays" / "a.png")
+        touch(run / "maps" / "heat" / "a.png")
+    assert find(tmp_path) == wanted  # type: ignore[operator]
+
+
+def test_a_folder_of_photographs_may_be_called_overlays(tmp_path: Path) -> None:
+    image = touch(tmp_path / "overlays" / "a.png")
+    assert image_files(tmp_path) == [image]
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     touch(tmp_path / "closed" / "a.png").parent.chmod(0)
