@@ -1,0 +1,114 @@
+"""What is odd about pictures for a network, told from what their files say of themselves: one sentence each.
+
+Nothing is decoded, so that thousands of files are looked through in a moment.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from mdps.runtime.preprocessing import Preprocessing
+
+SMALL = 0.5  # of the network's side: what is enlarged more than twice is mostly made up
+ASPECT = 1.02  # aspects nearer than that are the same
+_DARK = "65535 counts as white, so images of 10 or 12 bits are nearly black; convert them to 8 bits first"
+
+
+class Header(NamedTuple):
+    """What a file says of itself: (width, height) and Pillow's mode."""
+
+    size: tuple[int, int]
+    mode: str
+
+
+def header(path: Path) -> Header:
+    """That of an image file; whatever Pillow raises where there is none."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return Header(image.size, image.mode)
+
+
+def odd_pictures(paths: Sequence[Path], preprocessing: "Preprocessing") -> list[str]:
+    """Sentences about image files that are to be judged. Files that cannot be read are passed over."""
+    known = []
+    for path in paths:
+        try:
+            known.append((path, header(path)))
+        except Exception:
+            continue
+    files, headers = [path for path, _ in known], [found for _, found in known]
+    said = [*deep(files, headers)]
+    if preprocessing.roi is None:  # the region of interest has one size, whatever the pictures'
+        said += small(files, headers, preprocessing.image_size)
+        said += sizes(files, headers, preprocessing.image_size) if _aspects_differ(headers) else ()
+    return said
+
+
+def odd_picture(image: "Image.Image", preprocessing: "Preprocessing") -> list[str]:
+    """Sentences about one picture that is to be judged."""
+    height, width = preprocessing.image_size
+    said = []
+    if _is_deep(image.mode):
+        said.append(f"the image has more than 8 bits: {_DARK}")
+    if preprocessing.roi is None and _is_small(image.size, preprocessing.image_size):
+        said.append(
+            f"the image is much smaller ({image.width} x {image.height}) than the {width} x {height} it is enlarged to"
+        )
+    return said
+
+
+def sizes(
+    paths: Sequence[Path], headers: Sequence[Header], resized: tuple[int, int], kind: str = "images"
+) -> Iterator[str]:
+    """Says it where files have several sizes, all resized to `resized` (H, W); `kind` is what the files are called."""
+    counts = Counter(found.size for found in headers).most_common()
+    if len(counts) == 1:
+        return
+    usual = counts[0][0]
+    odd = next(path for path, found in zip(paths, headers, strict=True) if found.size != usual)
+    listed = ", ".join(f"{count} of {width} x {height}" for (width, height), count in counts[:4])
+    more = f" and {len(counts) - 4} other sizes" if len(counts) > 4 else ""
+    effect = ", which distorts those of another aspect" if _aspects_differ(headers) else ""
+    yield (
+        f"the {kind} have {len(counts)} sizes ({listed}{more}; {odd.name} is unlike most): all are resized "
+        f"to {resized[1]} x {resized[0]}{effect}"
+    )
+
+
+def deep(paths: Sequence[Path], headers: Sequence[Header], kind: str = "images") -> Iterator[str]:
+    """Says it where files have more than 8 bits."""
+    found = [path for path, one in zip(paths, headers, strict=True) if _is_deep(one.mode)]
+    if found:
+        yield f"{len(found)} of {len(paths)} {kind} have more than 8 bits (such as {found[0].name}): {_DARK}"
+
+
+def small(
+    paths: Sequence[Path], headers: Sequence[Header], resized: tuple[int, int], kind: str = "images", hint: str = ""
+) -> Iterator[str]:
+    """Says it where files are much smaller than `resized` (H, W), with a `hint` at what to do behind it."""
+    height, width = resized
+    found = [(path, one.size) for path, one in zip(paths, headers, strict=True) if _is_small(one.size, resized)]
+    if found:
+        path, size = found[0]
+        yield (
+            f"{len(found)} of {len(paths)} {kind} are much smaller than the {width} x {height} they are "
+            f"enlarged to (such as {path.name}, {size[0]} x {size[1]}){hint}"
+        )
+
+
+def _is_deep(mode: str) -> bool:
+    return mode.startswith(("I", "F"))
+
+
+def _is_small(size: tuple[int, int], resized: tuple[int, int]) -> bool:
+    return size[0] < SMALL * resized[1] or size[1] < SMALL * resized[0]
+
+
+def _aspects_differ(headers: Sequence[Header]) -> bool:
+    aspects = [found.size[0] / found.size[1] for found in headers]
+    return bool(aspects) and max(aspects) / min(aspects) > ASPECT
