@@ -180,14 +180,15 @@ def export(
     with needs("export", "cpu"):
         from mdps.export import ExportOptions, export_bundle
     bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
+    engine = f" --backend {choices['backend']}" if choices["backend"] else ""
     if good is None:
-        click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER")
+        click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER{engine}")
         return
     from mdps.serving.run import calibrate_folder
 
     with spoken_warnings():
         threshold = calibrate_folder(bundle, good, false_alarm_rate).threshold
-    click.echo(f"wrote {bundle}, threshold {threshold:.5g}; next: mdps predict {bundle} IMAGES --out results")
+    click.echo(f"wrote {bundle}, threshold {threshold:.5g}; next: mdps predict {bundle} IMAGES --out results{engine}")
     if one_file:
         _write_single_file(bundle, None, "default")
 
@@ -278,7 +279,9 @@ def train(
         else:
             path = training.fit(images, out, config, **how)
     if training.first_process():
-        click.echo(f"wrote {path}; next: mdps export --ckpt {path} --out BUNDLE")
+        ended = training.outcome(out)
+        how_far = f" after {ended.steps} steps in {ended.seconds:.0f} s, loss {ended.loss:.3f}" if ended else ""
+        click.echo(f"wrote {path}{how_far}; next: mdps export --ckpt {path} --out BUNDLE")
 
 
 def _training_images(folder: Path, say: Callable[[str], object]) -> tuple[Path | tuple[Path, ...], str]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
-from mdps.runtime.errors import CalibrationError, require
+from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.manifest import GraphEntry, Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.ort import ON_CARDS, OnCard
 from mdps.runtime.pipeline import Inspector, Pipeline
+from mdps.runtime.plans import plans_of
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
@@ -79,7 +80,8 @@ def load(
     settings = override(manifest.settings, samples=samples, seed=seed, early_exit=early_exit)
     for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
-    calibration = _calibration(path, manifest, product, settings) if calibrated else None
+    engine = _options(backend=backend, provider=provider, device=device)
+    calibration = _calibration(path, manifest, product, settings, engine) if calibrated else None
     exit_limit(calibration, settings.sampler.early_exit, str(path))  # the detector says so too, but after its engines
 
     def detector(pipeline: Inspector, chosen: str) -> Detector:
@@ -209,10 +211,15 @@ def override(settings: Settings, **given: int | float | None) -> Settings:
     return replace(settings, sampler=replace(settings.sampler, **changes))
 
 
-def _calibration(path: Path, manifest: Manifest, product: str, settings: Settings) -> Calibration:
+def _options(**given: str | int | None) -> str:
+    """The options that ask a command for the same, as they follow its arguments; nothing for what is the default."""
+    usual = {"backend": "onnxruntime", "provider": "cpu", "product": "default"}
+    return "".join(f" --{name} {value}" for name, value in given.items() if value not in (None, usual.get(name)))
+
+
+def _calibration(path: Path, manifest: Manifest, product: str, settings: Settings, engine: str) -> Calibration:
     calibration = manifest.calibrations.get(product)
-    option = "" if product == "default" else f" --product {product}"
-    command = f"run `mdps calibrate {path} GOOD_FOLDER{option}`"
+    command = f"run `mdps calibrate {path} GOOD_FOLDER{_options(product=product)}{engine}`"
     if calibration is None:
         known = f" (it has {', '.join(manifest.calibrations)})" if manifest.calibrations else ""
         raise CalibrationError(f"{path} has no calibration for the product {product!r}{known}: {command}")
@@ -292,13 +299,24 @@ class _Opener:
 
     def _open(self, role: str) -> Session:
         graph = self.manifest.graph(role, self.path)
-        session = (
-            self._traced(self.path / graph.file)
-            if graph.session == "traced"
-            else open_session(self._file(graph), self.provider, self.threads, self.backend, self._card(role))
-        )
+        if graph.session == "traced":
+            session: Session = self._traced(self.path / graph.file)
+        else:
+            try:
+                session = open_session(self._file(graph), self.provider, self.threads, self.backend, self._card(role))
+            except BackendError as error:
+                raise BackendError(f"{error}{self._remedy()}") from error
         self.opened.callback(session.close)
         return session
+
+    def _remedy(self) -> str:
+        """Of a bundle that no processor computes: the sentence's end."""
+        if self.manifest.network.get("precision") != "bf16" or self.provider in ON_CARDS:
+            return ""
+        plans = plans_of(self.manifest, str(self.path))
+        backend = plans[0].backend if plans else "tensorrt-rtx"
+        remedy = "run it" if plans else "it has no plans: export it again, and run it,"
+        return f" (the bundle is in bf16, which only a card computes: {remedy} with --backend {backend})"
 
     def _card(self, role: str) -> OnCard | None:
         if self.provider not in ON_CARDS:

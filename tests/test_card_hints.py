@@ -1,0 +1,73 @@
+"""What the commands advise about a card: options that lead there and not back to the processor."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mdps.export
+from mdps.cli import cli
+from mdps.export import ExportOptions, export_bundle
+from mdps.export.engine import Built
+from mdps.export.plans import add_plans
+from mdps.runtime import load
+from mdps.runtime.errors import BackendError, CalibrationError
+from mdps.runtime.manifest import Manifest
+from mdps.serving.terminal import run
+
+
+class NamesAsPlans:
+    """Stands in for TensorRT-RTX, which is not everywhere: a plan is its graph's name."""
+
+    backend, version, capabilities = "tensorrt-rtx", "1.7", ("8.9",)
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    def build(self, path: Path, profile: Any, precision: str) -> Built:
+        return Built(path.name.encode(), {"FLOAT": 1}, "network")
+
+
+@pytest.fixture
+def bundle(line_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(line_bundle, tmp_path / "bundle"))
+
+
+def plan(bundle: Path) -> Path:
+    """The same bundle with plans."""
+    add_plans(bundle, Manifest.read(bundle), NamesAsPlans(), 8).write(bundle)  # type: ignore[arg-type]
+    return bundle
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, ""),
+        ({"backend": "tensorrt-rtx"}, " --backend tensorrt-rtx"),
+        ({"provider": "cuda", "device": "1"}, " --provider cuda --device 1"),
+        ({"product": "cap", "backend": "openvino"}, " --product cap --backend openvino"),
+    ],
+)
+def test_a_bundle_is_to_be_calibrated_where_it_was_to_run(bundle: Path, given: dict[str, Any], options: str) -> None:
+    replace(Manifest.read(bundle), calibrations={}).write(bundle)
+    with pytest.raises(CalibrationError) as raised:
+        load(bundle, **given)
+    assert str(raised.value).endswith(f"run `mdps calibrate {bundle} GOOD_FOLDER{options}`")
+
+
+@pytest.mark.parametrize(("backend", "options"), [([], ""), (["--backend", "tensorrt-rtx"], " --backend tensorrt-rtx")])
+def test_an_export_with_plans_goes_on_with_their_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: list[str], options: str
+) -> None:
+    monkeypatch.setattr(mdps.export, "export_bundle", lambda *_, **__: Path("B"))
+    assert run(cli, ["export", "--ckpt", "x.pt", *backend]) == 0
+    assert capsys.readouterr().out == f"wrote B; next: mdps calibrate B GOOD_FOLDER{options}\n"
+
+
+def test_a_bf16_bundle_says_where_it_can_run(line_bundle: Path, tmp_path: Path) -> None:
+    options = ExportOptions(backbone="random_tiny", noise_level=198, steps=2, precision="bf16")
+    bundle = export_bundle(line_bundle.parent / "line.safetensors", tmp_path / "bf16", options)
+    with pytest.raises(BackendError, match=r"bf16, which only a card computes: it has no plans: export it again"):
+        load(bundle, calibrated=False)
+    with pytest.raises(BackendError, match=r"bf16, which only a card computes: run it with --backend tensorrt-rtx\)$"):
+        load(plan(bundle), calibrated=False)
