@@ -12,6 +12,7 @@ import click
 from mdps import __version__
 from mdps.benchmarks.commands import COMMANDS
 from mdps.serving.command import predict
+from mdps.serving.hints import mention_plans
 from mdps.serving.http.command import serve
 from mdps.serving.options import (
     AS_JSON,
@@ -84,6 +85,7 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     """
     from mdps.serving.run import calibrate_folder
 
+    mention_plans(bundle)
     with spoken_warnings():
         calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, **options)
     if (bundle / ONE_FILE).is_file():

@@ -11,6 +11,7 @@ from mdps.benchmarks.gpu_check.command import gpu_check
 from mdps.benchmarks.peers_command import peers
 from mdps.benchmarks.study_commands import reproduce, sweep
 from mdps.benchmarks.trade_command import trade
+from mdps.serving.hints import mention_plans
 from mdps.serving.options import (
     AS_JSON,
     BACKEND,
@@ -94,6 +95,7 @@ def evaluate(
     if out is not None:
         check_folder(out)
     many, largest = len(chosen) > 1, largest_side(resolution)
+    mention_plans(bundle)
     with spoken_warnings(), BundleJudge(bundle, changes=_mask_range(mask_range), **options) as judge:
         found = [
             measure(judge, one, out=out and (out / one.name if many else out), largest=largest, every=every)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from mdps.serving.hints import mention_plans
 from mdps.serving.options import (
     AS_JSON,
     BACKEND,
@@ -64,6 +65,7 @@ def predict(
     from mdps.runtime import load
     from mdps.serving.run import inspect_folder
 
+    mention_plans(bundle)
     with spoken_warnings():
         detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
     with detector:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import mdps.export
 from mdps.cli import cli
@@ -57,7 +58,7 @@ def test_a_bundle_is_to_be_calibrated_where_it_was_to_run(bundle: Path, given: d
 
 @pytest.mark.parametrize(("backend", "options"), [([], ""), (["--backend", "tensorrt-rtx"], " --backend tensorrt-rtx")])
 def test_an_export_with_plans_goes_on_with_their_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: list[str], options: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: list[str], options: str
 ) -> None:
     monkeypatch.setattr(mdps.export, "export_bundle", lambda *_, **__: Path("B"))
     assert run(cli, ["export", "--ckpt", "x.pt", *backend]) == 0
@@ -71,3 +72,48 @@ def test_a_bf16_bundle_says_where_it_can_run(line_bundle: Path, tmp_path: Path) 
         load(bundle, calibrated=False)
     with pytest.raises(BackendError, match=r"bf16, which only a card computes: run it with --backend tensorrt-rtx\)$"):
         load(plan(bundle), calibrated=False)
+
+
+LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --backend tensorrt-rtx to use them"
+
+
+@pytest.fixture
+def commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Every command that judges, each with nothing to judge: the line comes before, and the command ends there."""
+    from mdps.serving.http import server
+
+    monkeypatch.setattr(server, "run", lambda served, settings: None)
+    (tmp_path / "data" / "test" / "good").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "good").mkdir(parents=True)
+    for kind in ("test", "train"):
+        Image.new("RGB", (16, 16)).save(tmp_path / "data" / kind / "good" / "0.png")
+    good = str(tmp_path / "data" / "test" / "good")
+    return [
+        ["predict", str(bundle), good, "--out", str(tmp_path / "out")],
+        ["calibrate", str(bundle), good],
+        ["evaluate", str(bundle), str(tmp_path / "data")],
+        ["serve", str(bundle)],
+    ]
+
+
+def test_plans_that_a_command_leaves_unused_are_mentioned(
+    bundle: Path, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in commands:
+        run(cli, command)
+        assert "plans" not in capsys.readouterr().err, command
+    plan(bundle)
+    for command in commands:
+        run(cli, command)
+        said = capsys.readouterr().err.splitlines()
+        assert [line for line in said if "plans" in line] == [f"{bundle} {LEFT_UNUSED}"], command
+        run(cli, [*command, "--backend", "onnxruntime"])  # chosen: nothing to be told
+        assert "plans" not in capsys.readouterr().err, command
+
+
+def test_a_library_that_loads_says_nothing_of_plans(
+    bundle: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    load(plan(bundle)).close()
+    assert not recwarn.list
+    assert capsys.readouterr().err == ""

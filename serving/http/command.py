@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.serving.hints import mention_plans
 from mdps.serving.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
 from mdps.serving.terminal import needs, spoken_warnings
 
@@ -105,8 +106,11 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
     )
     if not settings.is_local and settings.token is None:
         _warn(f"whoever reaches {settings.host} can use this server: give a token with --token-file")
+    served = _named(bundles)
+    with suppress(OSError):  # a full disk behind stderr
+        mention_plans(*(one.path for one in served))
     with spoken_warnings():
-        run(_named(bundles), settings)
+        run(served, settings)
 
 
 def _keep_stderr() -> None:
