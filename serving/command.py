@@ -68,7 +68,7 @@ def predict(
     mention_plans(bundle)
     with spoken_warnings():
         detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
-    with detector:
+    with detector, spoken_warnings():
         rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:

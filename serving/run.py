@@ -1,12 +1,15 @@
 """What the commands do with a bundle and folders: judge them with a report, or calibrate on them."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mdps.runtime import Calibration, Detector, calibrate, load
 from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.odd_pictures import odd_pictures
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.folder import REPORT, predict
 from mdps.serving.inputs import find_images
 from mdps.serving.overlay import HeatRange
@@ -25,12 +28,21 @@ def inspect_folder(
 ) -> list[Row]:
     """`predict` with the heat range of the detector's calibration, then the report of all rows in `out`.
 
+    Warns of images that are odd for the network (more than 8 bits, tiny, of different aspects), before it judges any.
     Raises what `predict` and `write_report` raise.
     """
-    rows = predict(detector, inputs, out, batch=batch, heat_range=heat_range(detector.calibration), on_row=on_row)
+    images = find_images(inputs, exclude=out)
+    warn_of_odd(images, detector.preprocessing)
+    rows = predict(detector, images, out, batch=batch, heat_range=heat_range(detector.calibration), on_row=on_row)
     title = f"Inspection with {detector.manifest.name}"
     write_report(out, REPORT, rows, run_settings(detector, bundle), title)
     return rows
+
+
+def warn_of_odd(images: Sequence[Path], preprocessing: Preprocessing) -> None:
+    """A warning for each sentence that `odd_pictures` has to say."""
+    for sentence in odd_pictures(images, preprocessing):
+        warnings.warn(sentence, stacklevel=2)
 
 
 def heat_range(calibration: Calibration | None) -> HeatRange | None:
@@ -87,6 +99,7 @@ def calibrate_folder(
         calibrated=False,
         warm_up=False,
     ) as detector:
+        warn_of_odd(images, detector.preprocessing)
         calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
     manifest = Manifest.read(bundle, verify=False).with_calibration(product, calibration)
     with writing(bundle / FILE_NAME):

@@ -21,6 +21,7 @@ import mdps.serving.run  # before a fixture fakes what it imports
 from mdps import __version__
 from mdps.cli import cli, export
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.terminal import needs, run
 
 COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo", "bench")
@@ -36,6 +37,7 @@ class FakeDetector:
 
     calibration = None
     manifest = SimpleNamespace(name="fake")
+    preprocessing = Preprocessing((16, 16))
     provenance = {"bundle": "fake", "settings": {"samples": 1}}  # noqa: RUF012 - never changed
 
     def __enter__(self) -> "FakeDetector":
@@ -147,6 +149,27 @@ def test_predict_leaves_with_0_when_all_images_were_judged(line: SimpleNamespace
     assert run(cli, ["predict", line.bundle, f"{line.images}/good.png", "--out", str(line.out)]) == 0
 
 
+def save_12_bits(path: Path) -> None:
+    """A picture of a 12-bit camera in a 16-bit PNG: its white is 4095."""
+    Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(path)
+
+
+def test_predict_says_first_what_is_odd_about_the_images(
+    line: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, ["predict", line.bundle, f"{line.images}/good.png", "--out", str(line.out)]) == 0
+    assert capsys.readouterr().err == ""
+    save_12_bits(Path(line.images, "deep.png"))
+    for name, size in (("tiny", (4, 4)), ("wide", (64, 16))):
+        Image.new("RGB", size).save(Path(line.images, f"{name}.png"))
+    assert run(cli, ["predict", line.bundle, line.images, "--out", str(line.out.with_name("more"))]) == 3
+    said = [text for text in capsys.readouterr().err.splitlines() if text.startswith("Warning: ")]
+    assert len(said) == 3
+    assert "1 of 5 images have more than 8 bits (such as deep.png)" in said[0]  # torn.png says nothing of itself
+    assert "1 of 5 images are much smaller than the 16 x 16 they are enlarged to (such as tiny.png, 4 x 4)" in said[1]
+    assert "distorts" in said[2]
+
+
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
     options += ["--backend", "auto", "--early-exit", "0.5", "--provider", "cuda", "--device", "1"]
@@ -198,6 +221,16 @@ def test_calibrating_on_too_few_images_warns_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith("Warning: 20 good images can promise")
     assert err.count("\n") == 1
+
+
+def test_calibrating_on_images_of_more_than_8_bits_warns(
+    tiny_bundle: Path, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    save_12_bits(good / "deep.png")
+    assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1"]) == 0
+    assert "1 of 21 images have more than 8 bits (such as deep.png)" in capsys.readouterr().err
 
 
 def test_a_bad_image_among_the_good_ones_is_not_left_out_silently(

@@ -146,6 +146,24 @@ def test_inspect_takes_a_file_raw_or_in_a_form(server, line_images, expected):
         assert "map" not in reply
 
 
+def test_a_picture_that_is_odd_for_the_network_is_judged_with_a_note(server, client, line_images):
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 24), 4000, np.uint16)).save(file, "PNG")  # a 12-bit camera's white is 4095
+    status, reply = ask_json(f"{server.url}/inspect", file.getvalue(), X_Request_Id="odd")
+    assert status == 200
+    deep, small = reply["notes"]
+    assert deep.startswith("the image has more than 8 bits: 65535 counts as white")
+    assert small == "the image is much smaller (24 x 4) than the 16 x 16 it is enlarged to"
+    given = triton.InferInput("image", [1], "BYTES")
+    given.set_data_from_numpy(np.array([file.getvalue()], object))
+    client.infer("line", [given], headers={"X-Request-Id": "odd-2"})
+    end = time.monotonic() + 10
+    while len(lines := [e for e in server.named("request") if "notes" in e]) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert {line["id"]: line["notes"] for line in lines} == {"odd": reply["notes"], "odd-2": reply["notes"]}
+    assert "notes" not in ask_json(f"{server.url}/inspect", line_images[0])[1]
+
+
 def test_an_early_exit_is_said_of_each_picture(line_bundle, line_images):
     with load(line_bundle, threads=1, early_exit=0.5) as detector:
         wanted = detector.batch(line_images)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.runtime.errors import ImageError
+from mdps.runtime.odd_pictures import odd_picture
 from mdps.runtime.pictures import check_single
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.http.refusals import Refusal, too_large
@@ -52,8 +53,15 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         raise _beyond(max_pixels)
 
 
-def observe(picture: Image.Image | NDArray[np.uint8], preprocessing: Preprocessing) -> NDArray[np.float32]:
-    """The observation [3, H, W] of a picture; ImageError with a sentence that names no Python type."""
+def observe(
+    picture: Image.Image | NDArray[np.uint8], preprocessing: Preprocessing, notes: list[str]
+) -> NDArray[np.float32]:
+    """The observation [3, H, W] of a picture; ImageError with a sentence that names no Python type.
+
+    `notes` gets a sentence for whatever is odd about an image file: more than 8 bits, much smaller than the network's.
+    """
+    if isinstance(picture, Image.Image):
+        notes += odd_picture(picture, preprocessing)
     try:
         return preprocessing(picture)
     except ImageError as error:

@@ -54,7 +54,9 @@ class Inspecting:
             is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
             return open_image(file_of_form(request.headers, body) if is_form else body, pixels)
 
-        judged = await here.model.judge(lambda preprocessing: observe(picture(), preprocessing), here.deadline)
+        judged = await here.model.judge(
+            lambda preprocessing: observe(picture(), preprocessing, here.notes), here.deadline
+        )
         begun, kind = time.perf_counter(), self._map(request)
         shown = None if kind == "none" else await service.on_thread(lambda: _encoded(here.model, judged.result, kind))
         times = here.finish(service, judged, time.perf_counter() - begun)
@@ -63,6 +65,8 @@ class Inspecting:
         result = judged.result
         answer: dict[str, Any] = {"model": here.model.name, "score": result.score, "threshold": result.threshold}
         answer |= {"verdict": result.verdict, "early_exit": result.early_exit, "times_ms": times}
+        if here.notes:
+            answer["notes"] = here.notes
         if shown is not None:
             answer["map"] = {"encoding": kind, "base64": shown}
         return JSONResponse(answer)

@@ -79,7 +79,9 @@ class Protocol:
         parsing = time.perf_counter() - begun
         deadline = here.deadline if asked.timeout is None else min(here.deadline, here.came + asked.timeout)
         async with asyncio.timeout_at(deadline):
-            judged = await here.model.judge(lambda preprocessing: observe(asked.picture, preprocessing), deadline)
+            judged = await here.model.judge(
+                lambda preprocessing: observe(asked.picture, preprocessing, here.notes), deadline
+            )
         judged.stages["prepare"] += parsing
         begun = time.perf_counter()
         name, version = here.model.name, here.model.version

@@ -59,7 +59,10 @@ class Service:
 
 @dataclass
 class Visit:
-    """One request for one model. `started` is of `time.perf_counter`, `came` and `deadline` of the loop's clock."""
+    """One request for one model. `started` is of `time.perf_counter`, `came` and `deadline` of the loop's clock.
+
+    `notes` are sentences about a picture that was judged and is odd.
+    """
 
     request: Request
     model: Model
@@ -67,6 +70,7 @@ class Visit:
     came: float
     deadline: float
     read: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def finish(self, service: Service, judged: Judged, answer_seconds: float) -> dict[str, float]:
         """Report a judged request to the metrics and the log; its times in ms, as clients are told them."""
@@ -79,6 +83,8 @@ class Visit:
         self.request.scope[NOTES].update(
             model=self.model.name, score=result.score, verdict=result.verdict, images=judged.images, times=times
         )
+        if self.notes:
+            self.request.scope[NOTES]["notes"] = self.notes
         return times
 
 
