@@ -26,7 +26,7 @@ from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.backbones import Backbone, load_backbone
-from mdps.models.checkpoints import Denoiser, load_denoiser
+from mdps.models.checkpoints import Denoiser, doubts, load_denoiser
 from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.choice import installed
@@ -62,6 +62,8 @@ def export_bundle(
     require(force or not out.exists(), f"{out} already exists: choose another --out, or replace it with --force")
     say(f"reading {ckpt}")
     denoiser = load_denoiser(ckpt, options.load)
+    for sentence in doubts(denoiser.extra):
+        say(f"Warning: {sentence}")
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
     trained_noise = _trained_noise(denoiser)
     settings = options.settings(preprocessing.network_size, trained_noise or "gaussian")

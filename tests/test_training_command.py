@@ -1,6 +1,7 @@
 """`mdps train` as a user meets it."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from mdps.cli import cli
 from mdps.serving.terminal import run
+from mdps.training import outcome
 from mdps.training.folder import CONFIG
 
 SMALL = ("--recipe", "small", "--image-size", "16", "--batch", "2", "--log-every", "1", "--device", "cpu")
@@ -41,11 +43,15 @@ def test_a_folder_becomes_a_denoiser_and_the_next_command_is_named(tmp_path, cap
     options = ["--epochs", "1", "--ema", "0.5", "--rotate", "--shift", "2", "--clip", "1", "--weighting", "min-snr"]
     assert run(cli, ["train", str(good), "--out", str(out), *SMALL, *options]) == 0
     said = capsys.readouterr()
-    assert (
-        said.out
-        == f"wrote {out / 'denoiser.safetensors'}; next: mdps export --ckpt {out}/denoiser.safetensors --out BUNDLE\n"
+    loss = outcome(out).loss
+    assert re.fullmatch(
+        rf"wrote {out}/denoiser\.safetensors after 5 steps in \d+ s, loss {loss:.3f}; "
+        rf"next: mdps export --ckpt {out}/denoiser\.safetensors --out BUNDLE\n",
+        said.out,
     )
-    assert said.err == ""
+    warmed, learned = said.err.splitlines()
+    assert warmed.startswith("Warning: the training ended after 5 steps, within the 100 of its warm-up")
+    assert learned.startswith("Warning: the denoiser has learned next to nothing")
     training = settings(out)["training"]
     assert (training["steps"], training["epochs"], training["batch"]) == (5, 1, 2)
     assert (training["ema"], training["rotate"], training["shift"], training["clip"]) == (0.5, True, 2, 1)
@@ -89,7 +95,8 @@ def test_a_whole_data_set_is_refused_by_naming_a_category(tmp_path, capsys):
 def test_odd_data_is_said_once_on_stderr(tmp_path, capsys):
     good = images(tmp_path / "good", 3)
     assert run(cli, ["train", str(good), "--out", str(tmp_path / "run"), *SMALL, "--steps", "1"]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *ended = capsys.readouterr().err.splitlines()
+    assert not [other for other in ended if "images" in other]
     assert line.startswith("Warning: there are only 3 training images")
 
 

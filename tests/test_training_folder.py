@@ -166,7 +166,7 @@ def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_co
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), config]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # so short a run learns nothing
     with subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment) as process:
         os.close(theirs)
         seen = b""

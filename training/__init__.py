@@ -5,6 +5,7 @@ from mdps.training.engine import first_process
 from mdps.training.fit import fit
 from mdps.training.framing import framing
 from mdps.training.launch import fit_in_processes
+from mdps.training.outcome import Outcome, outcome
 from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
 from mdps.training.stop import StoppedError
 
@@ -13,6 +14,7 @@ __all__ = [
     "CropSource",
     "FileSource",
     "FolderSource",
+    "Outcome",
     "Source",
     "StoppedError",
     "TrainingConfig",
@@ -20,6 +22,7 @@ __all__ = [
     "fit",
     "fit_in_processes",
     "framing",
+    "outcome",
     "paper_network",
     "paper_recipe",
     "small_network",

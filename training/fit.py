@@ -6,12 +6,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mdps.models.checkpoints import save_denoiser
+from mdps.models.checkpoints import doubts, save_denoiser
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
@@ -22,6 +23,7 @@ from mdps.training.engine import Engine, choose_device, first_process
 from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder
 from mdps.training.loss import loss_weights, noise_losses
 from mdps.training.meter import Meter
+from mdps.training.outcome import outcome
 from mdps.training.progress import Progress, progress_of
 from mdps.training.samples import Reconstructions
 from mdps.training.sources import ArraySource, FileSource, Source, images_below
@@ -46,6 +48,7 @@ def fit(
     It holds the moving average of the weights where `config.ema` is above 0, and the last weights otherwise.
 
     images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
+    A warning says where the run ended before the network learned anything; the file's notes let the export repeat it.
     The run folder also gets what docs/training.md lists; `on_log` is handed each line of its log. With `resume` a run
     goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped.
 
@@ -140,13 +143,21 @@ class Run:
         with torch.backends.cudnn.flags(enabled=True, benchmark=cuda), StopSignal() as stop:
             self._loop(stop)
         if self.engine.main:
-            notes = {"training": self.config.to_json(), "steps": self.state.step, "images": self.fingerprint}
+            notes = self._notes()
             described = self.preprocessing.to_json()
             save_denoiser(self.out / DENOISER, self.state.ema, self.schedule, "eps", described, notes)
             self._show()
             self.folder.close()
+            for sentence in doubts(notes):
+                warnings.warn(sentence, stacklevel=3)
         self.engine.wait()
         return self.out / DENOISER
+
+    def _notes(self) -> dict[str, Any]:
+        """What the denoiser's file says of its training."""
+        notes = {"training": self.config.to_json(), "steps": self.state.step, "images": self.fingerprint}
+        ended = outcome(self.out)
+        return notes | (ended.notes() if ended else {})
 
     def _loop(self, stop: StopSignal) -> None:
         state, config = self.state, self.config

@@ -1,5 +1,6 @@
 """Reads the denoisers that public code writes, and writes our own."""
 
+from mdps.models.checkpoints.doubts import doubts
 from mdps.models.checkpoints.errors import CheckpointError
 from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
 from mdps.models.checkpoints.own import save_denoiser
@@ -13,6 +14,7 @@ __all__ = [
     "LoadOptions",
     "Prediction",
     "describe_checkpoint",
+    "doubts",
     "load_denoiser",
     "save_denoiser",
 ]
