@@ -84,6 +84,16 @@ def calibrate_demo(bundle: Path, folder: Path, textures: TextureSet, threads: in
     calibrate_folder(bundle, folder, FALSE_ALARM_RATE, threads=threads)
 
 
+def save_photographs(folder: Path) -> None:
+    """Writes what the demo calibrates on to `folder`/good and what it inspects to `folder`/test; the folder is replaced.
+
+    Raises UsageError without scikit-image, MdpsError where `folder` cannot be written.
+    """
+    textures = TextureSet(PHOTO)
+    good = ((f"good/{index:03d}", image) for index, image in enumerate(textures.calibration()))
+    _save(folder, [*good, *((f"test/{sample.kind}/{sample.name}", sample.image) for sample in textures.test())])
+
+
 def inspect_demo(bundle: Path, samples: Sequence[Sample], out: Path, threads: int | None = None) -> list[Row]:
     """Writes the test images into `out` and judges them one at a time, as a line does; a row each, in their order."""
     images = _save(out / _TEST, ((f"{sample.kind}/{sample.name}", sample.image) for sample in samples))

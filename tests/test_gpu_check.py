@@ -32,6 +32,7 @@ from mdps.runtime.cards import Card
 from mdps.runtime.errors import UsageError
 from mdps.runtime.session import Port
 from mdps.serving import terminal
+from mdps.serving.inputs import find_images
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +265,19 @@ def test_preparing_what_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
     workshop = Workshop(Prepared(tmp_path), rounds=1, threads=1)
     row = workshop(item("prepare", 10, thing="demo:fp8"), 300.0, {})
     assert (row.state, row.reason) == ("skipped", "there is no 'demo:fp8' to prepare")
+
+
+def test_photographs_are_prepared_for_a_first_verdict(tmp_path: Path) -> None:
+    from mdps.benchmarks.gpu_check import prepare
+
+    assert "demo:photographs" in kit.KitOptions().things
+    work = Prepared(tmp_path / "work")
+    assert not work.has("demo:photographs")
+    assert prepare.main(["demo:photographs", "--work", str(work.folder)]) == 0
+    assert work.has("demo:photographs")
+    assert len(find_images([work.folder / "photographs" / "good"])) == 48
+    shown = find_images([work.folder / "photographs" / "test"])
+    assert {path.parent.name == "good" for path in shown} == {True, False}
 
 
 # Rows and the report

@@ -32,6 +32,7 @@ TORCH_EXTRAS = ("export", "bench")
 LIBRARIES = ("onnxruntime-gpu[cuda,cudnn]", "cuda-bindings", "nvidia-cuda-runtime")
 """What the extras leave to the machine: CUDA and cuDNN as ONNX Runtime wants them, and the calls into the driver."""
 THINGS = (
+    "demo:photographs",
     "demo:fp16:tensorrt-rtx",
     "demo:fp32:tensorrt-rtx",
     "demo:oracle",

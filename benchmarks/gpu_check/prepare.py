@@ -1,8 +1,9 @@
 """Makes one thing that a check needs: `python -m mdps.benchmarks.gpu_check.prepare THING --work FOLDER`.
 
 Things: demo:fp32, demo:fp16, demo:fp16x16, demo:traced (bundles), demo:oracle (the oracle's arrays),
-demo:fp16:tensorrt-rtx (plans in a bundle), and the same of the network `authors`. A process of its own makes each, so
-that a builder that crashes or hangs costs no more than that.
+demo:fp16:tensorrt-rtx (plans in a bundle), and the same of the network `authors`; demo:photographs (to calibrate the
+demo's network on and to judge). A process of its own makes each, so that a builder that crashes or hangs costs no more
+than that.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from mdps.benchmarks import demo
 from mdps.benchmarks.gpu_check.oracle import make_reference
-from mdps.benchmarks.gpu_check.workfolder import KIND, NETWORKS, PLAN_BACKENDS, Prepared
+from mdps.benchmarks.gpu_check.workfolder import KIND, NETWORKS, PHOTOGRAPHS, PLAN_BACKENDS, Prepared
 from mdps.benchmarks.script import exit_code
 from mdps.benchmarks.textures import TextureSet
 from mdps.export import ExportOptions, export_bundle
@@ -60,7 +61,9 @@ class Maker:
         if self.prepared.has(thing):
             return
         self.prepared.folder.mkdir(parents=True, exist_ok=True)
-        if kind == "oracle":
+        if thing == PHOTOGRAPHS:
+            demo.save_photographs(self.prepared.photographs)
+        elif kind == "oracle":
             self.make(f"{network}:fp32")
             self._oracle(network)
         elif backend:
@@ -129,6 +132,8 @@ class Maker:
 
 def _parsed(thing: str) -> list[str]:
     parts = thing.split(":")
+    if thing == PHOTOGRAPHS:
+        return parts
     known = 2 <= len(parts) <= 3 and parts[0] in NETWORKS
     known = known and (KIND.fullmatch(parts[1]) is not None or parts[1] == "oracle")
     require(known and (len(parts) == 2 or parts[2] in PLAN_BACKENDS), f"there is no {thing!r} to prepare")

@@ -8,6 +8,7 @@ NETWORKS = ("demo", "authors")
 """The network that ships with mdps, at 64 x 64; the authors' of 33 M parameters with seeded weights, at 256 x 256."""
 KIND = re.compile(r"traced|fp32|fp16|(?P<of>fp32|fp16)x(?P<samples>\d+)")
 """A bundle's precision, or with a torch program in fp32. fp16x16 is for 16 samples an image: a plan has its range."""
+PHOTOGRAPHS = "demo:photographs"
 PLAN_BACKENDS = ("tensorrt-rtx", "tensorrt")
 
 
@@ -29,8 +30,15 @@ class Prepared:
         """What the oracle computed with a network."""
         return self.folder / f"{network}-oracle.npz"
 
+    @property
+    def photographs(self) -> Path:
+        """Pictures to calibrate the demo's network on, in good, and to judge, in test."""
+        return self.folder / "photographs"
+
     def has(self, thing: str) -> bool:
         """Whether `thing` (see `prepare`) is there."""
+        if thing == PHOTOGRAPHS:
+            return self.photographs.is_dir()
         network, kind, *backend = thing.split(":")
         if kind == "oracle":
             return self.reference(network).is_file()
