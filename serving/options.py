@@ -293,6 +293,7 @@ def training_choices(command: Command) -> Command:
         click.option("--seed", type=click.IntRange(0), help="[default: 0]"),
         click.option("--log-every", type=click.IntRange(1), help="Steps between lines of the log [default: 100]."),
         click.option("--checkpoint-every", type=click.IntRange(1), help="Steps between checkpoints [default: 1000]."),
+        click.option("--checkpoint-minutes", type=more, help="Or minutes, whichever comes first [default: 5]."),
         click.option(
             "--sample-every", type=click.IntRange(0), help="Steps between reconstructions to look at; 0: only at the "
             "end [default: 1000].",

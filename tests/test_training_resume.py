@@ -65,6 +65,27 @@ def test_a_run_that_broke_off_resumes_to_the_same_bits(tmp_path, tiny_images, ti
     assert log_of(whole) == log_of(cut)
 
 
+def test_a_checkpoint_is_written_by_the_clock_where_that_comes_before_its_number_of_steps(
+    tmp_path, tiny_images, tiny_config
+):
+    config = replace(tiny_config, checkpoint_every=1000, checkpoint_minutes=0.2 / 60)
+
+    def slow_until_killed(row):
+        time.sleep(0.15)
+        if row["step"] == 5:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        fit(tiny_images, tmp_path / "cut", config, device="cpu", on_log=slow_until_killed)
+    assert 2 <= torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"] <= 4
+    fit(tiny_images, tmp_path / "cut", replace(config, checkpoint_minutes=5.0), device="cpu", resume=True)
+    fit(tiny_images, tmp_path / "whole", tiny_config, device="cpu")
+    assert same(tensors(tmp_path / "whole" / CHECKPOINT), tensors(tmp_path / "cut" / CHECKPOINT))
+    with pytest.raises(KilledError):
+        fit(tiny_images, tmp_path / "rare", replace(config, checkpoint_minutes=5.0), device="cpu", on_log=kill_at(5))
+    assert not (tmp_path / "rare" / CHECKPOINT).exists()
+
+
 def test_training_leaves_the_callers_random_numbers_alone(tmp_path, tiny_images, tiny_config):
     torch.manual_seed(5)
     expected = torch.rand(1)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from mdps.models.unet import UNetConfig
 from mdps.runtime.errors import UsageError
 
-POSITIVE = ("epochs", "batch", "learning_rate", "snr_limit", "log_every", "checkpoint_every")
+POSITIVE = ("epochs", "batch", "learning_rate", "snr_limit", "log_every", "checkpoint_every", "checkpoint_minutes")
 POSITIVE_IF_GIVEN = ("steps", "clip", "minutes")
 NOT_NEGATIVE = ("weight_decay", "warmup", "shift", "seed", "samples", "sample_every")
 BETWEEN = (("ema", 0, 1), ("low_share", 0, 1), ("low_limit", 1, 1000))
@@ -71,6 +71,7 @@ class TrainingConfig:
     minutes: float | None = None
     log_every: int = 100
     checkpoint_every: int = 1000
+    checkpoint_minutes: float = 5.0  # whichever of the two comes first
     samples: int = 4  # reconstructions shown
     sample_every: int = 1000  # 0: only at the end
 

@@ -162,6 +162,7 @@ class Run:
     def _loop(self, stop: StopSignal) -> None:
         state, config = self.state, self.config
         start = time.monotonic() - state.seconds
+        saved = state.seconds
         progress = progress_of(config, state.step, state.seconds)
         with Progress(config, state.step, self.engine.main) as bar:
             while progress < 1:
@@ -173,8 +174,10 @@ class Run:
                 ends = progress >= 1 or stopped > 0
                 if ends or state.step % config.log_every == 0:
                     self._log(rate, bar)
-                if ends or state.step % config.checkpoint_every == 0:
+                overdue = state.seconds - saved >= 60 * config.checkpoint_minutes
+                if ends or overdue or state.step % config.checkpoint_every == 0:
                     self._save()
+                    saved = state.seconds
                 if stopped:
                     self._leave(stopped)
                 if config.sample_every and state.step % config.sample_every == 0 and progress < 1:

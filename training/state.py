@@ -15,7 +15,7 @@ from mdps.training.config import TrainingConfig
 from mdps.training.loss import memory_format
 
 # These say how to run, not what comes out; a run may be continued with others.
-FREE_SETTINGS = ("epochs", "log_every", "checkpoint_every", "compile", "samples", "sample_every")
+FREE_SETTINGS = ("epochs", "log_every", "checkpoint_every", "checkpoint_minutes", "compile", "samples", "sample_every")
 
 
 class TrainingState:
