@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training import fit
-from mdps.training.folder import CHECKPOINT, DENOISER, LOG
+from mdps.training.config import rate_factor
+from mdps.training.folder import CHECKPOINT, CONFIG, DENOISER, LOG
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and limits")
 
@@ -105,6 +107,39 @@ def test_a_finished_run_resumed_writes_the_same_denoiser(tmp_path, tiny_images, 
     before = path.read_bytes()
     path.unlink()
     assert fit(tiny_images, tmp_path / "run", tiny_config, device="cpu", resume=True).read_bytes() == before
+
+
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
+def test_a_run_may_be_made_longer_and_shorter(tmp_path, tiny_images, tiny_config, decay):
+    run, config = tmp_path / "run", replace(tiny_config, decay=decay)
+    fit(tiny_images, run, config, device="cpu")
+    longer = replace(config, steps=12, minutes=45.0)
+    fit(tiny_images, run, longer, device="cpu", resume=True)
+    rows = [json.loads(line) for line in (run / LOG).read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    # The rate's decay is that of the new length, from where the run is.
+    expected = [config.learning_rate * rate_factor(longer, step, step / 12) for step in range(8, 12)]
+    assert [row["learning_rate"] for row in rows[8:]] == pytest.approx(expected, rel=1e-3)
+    settings = json.loads((run / CONFIG).read_text())["training"]
+    assert (settings["steps"], settings["minutes"]) == (12, 45.0)
+    cut = tmp_path / "cut"
+    with pytest.raises(KilledError):
+        fit(tiny_images, cut, config, device="cpu", on_log=kill_at(5))
+    fit(tiny_images, cut, replace(config, steps=6), device="cpu", resume=True)
+    assert torch.load(cut / CHECKPOINT, weights_only=True)["step"] == 6
+
+
+def test_a_finished_run_says_that_nothing_was_trained(tmp_path, tiny_images, tiny_config):
+    run = tmp_path / "run"
+    fit(tiny_images, run, tiny_config, device="cpu")
+    with pytest.warns(UserWarning, match="finished already, after 8 steps, so .* more --steps"):
+        fit(tiny_images, run, tiny_config, device="cpu", resume=True)
+    with pytest.warns(UserWarning, match="finished already, after 8 steps in its 1e-06 minutes, so .* more --minutes"):
+        fit(tiny_images, run, replace(tiny_config, steps=100, minutes=1e-6), device="cpu", resume=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tiny_images, run, replace(tiny_config, steps=9), device="cpu", resume=True)
+    assert not [warning for warning in caught if "finished already" in str(warning.message)]
 
 
 def test_a_checkpoint_from_before_a_setting_existed_goes_on(tmp_path, tiny_images, tiny_config):

@@ -50,7 +50,8 @@ def fit(
     images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
     A warning says where the run ended before the network learned anything; the file's notes let the export repeat it.
     The run folder also gets what docs/training.md lists; `on_log` is handed each line of its log. With `resume` a run
-    goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped.
+    goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped. It may
+    be made longer or shorter then (`steps`, `epochs`, `minutes`): the learning rate goes on as the new length has it.
 
     Under torchrun, or from `mdps.training.launch`, all processes share each batch and the first one writes.
     UsageError for settings, images or a run folder that do not fit; ImageError for files that cannot be read;
@@ -162,6 +163,8 @@ class Run:
     def _loop(self, stop: StopSignal) -> None:
         state, config = self.state, self.config
         start = time.monotonic() - state.seconds
+        if self.engine.main and progress_of(config, state.step, state.seconds) >= 1:
+            warnings.warn(self._finished(), stacklevel=4)
         saved = state.seconds
         progress = progress_of(config, state.step, state.seconds)
         with Progress(config, state.step, self.engine.main) as bar:
@@ -182,6 +185,14 @@ class Run:
                     self._leave(stopped)
                 if config.sample_every and state.step % config.sample_every == 0 and progress < 1:
                     self._show()
+
+    def _finished(self) -> str:
+        by_steps = self.state.step >= self.config.last_step
+        end = "" if by_steps else f" in its {self.config.minutes:g} minutes"
+        return (
+            f"the run in {self.out} has finished already, after {self.state.step} steps{end}, so nothing was trained; "
+            f"to train on, give --resume more {'--steps' if by_steps else '--minutes'} than it had"
+        )
 
     def _step(self, rate: float) -> None:
         """One update of the weights from this process's share of the batch."""

@@ -14,8 +14,9 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training.config import TrainingConfig
 from mdps.training.loss import memory_format
 
-# These say how to run, not what comes out; a run may be continued with others.
-FREE_SETTINGS = ("epochs", "log_every", "checkpoint_every", "checkpoint_minutes", "compile", "samples", "sample_every")
+# A run may be continued with others. The length is among them: what is left of a run follows the new one's schedule.
+LENGTH = ("steps", "epochs", "minutes")
+FREE_SETTINGS = (*LENGTH, "log_every", "checkpoint_every", "checkpoint_minutes", "compile", "samples", "sample_every")
 
 
 class TrainingState:
