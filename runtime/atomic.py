@@ -4,7 +4,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mdps.runtime.errors import UsageError
@@ -42,21 +42,32 @@ def write_bytes(path: Path | str, data: bytes) -> None:
     """Write `data` so that a reader sees the old content or the new, whatever interrupts; OSError as from `open`."""
     path = Path(path)
     temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _naming(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):  # the disk that refused the file may refuse this as well
+                temporary.unlink(missing_ok=True)
+            raise
     _sync_folder(path.parent)
 
 
 def write_text(path: Path | str, text: str) -> None:
     """`write_bytes` of UTF-8 text; line ends stay as they are on every system."""
     write_bytes(path, text.encode("utf-8"))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Lets an OSError name `path`: nobody knows the temporary sibling, and a write that fails names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 @contextmanager
@@ -69,9 +80,10 @@ def new_folder(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not replace:
         raise UsageError(f"{path} already exists: choose another name, or remove it first")
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
-    temporary.mkdir()
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
     try:
         yield temporary
         for file in temporary.rglob("*"):

@@ -1,6 +1,5 @@
 """`mdps predict`: parses, calls, prints."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,32 @@ def predict(
     mention_plans(bundle)
     with spoken_warnings():
         detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
+    printer = _RowPrinter(as_json)
     with detector, spoken_warnings():
-        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=_row_printer(as_json))
+        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=printer)
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
         click.echo(f"{row.path}: {row.error}", err=True)
+    if printer.error is not None:
+        raise printer.error
     click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)
     return SOME_FAILED if errors else 0
 
 
-def _row_printer(as_json: bool) -> Callable[[Any], None]:
-    def show(row: Any) -> None:
-        if as_json:
-            click.echo(row.to_json())
-        elif row.verdict != "error":
-            click.echo(f"{row.verdict or 'score':5} {row.score:.5g}  {row.path}")
+class _RowPrinter:
+    """Prints rows. A stdout that cannot be written ends the printing, and the run only when its files are complete."""
 
-    return show
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self.error: OSError | None = None
+
+    def __call__(self, row: Any) -> None:
+        if self.error is not None or (row.verdict == "error" and not self._as_json):
+            return
+        text = row.to_json() if self._as_json else f"{row.verdict or 'score':5} {row.score:.5g}  {row.path}"
+        try:
+            click.echo(text)
+        except BrokenPipeError:  # nobody wants the rest
+            raise
+        except OSError as error:
+            self.error = error

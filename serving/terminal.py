@@ -1,5 +1,6 @@
 """The command line's manners: errors as one sentence, exit codes, values for people or for programs."""
 
+import errno
 import io
 import json
 import os
@@ -7,13 +8,23 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
 
 SOME_FAILED = 3  # exit code of a run in which some images could not be judged
 _INTERRUPTED = 130  # what a shell reports for the signal
+# What a disk, a folder or a quota answers: nothing that a report of it would mend.
+_DISKS = {
+    errno.ENOSPC: "written",
+    errno.EROFS: "written",
+    getattr(errno, "EDQUOT", errno.ENOSPC): "written",  # not on Windows
+    errno.EFBIG: "written",
+    errno.EPIPE: "written",
+    errno.EACCES: "opened",
+    errno.EPERM: "opened",
+}
 
 
 @contextmanager
@@ -76,7 +87,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
     _print_any_name()
     try:
         result = command.main(args=arguments, prog_name=name or command.name, obj=state, standalone_mode=False)
-        sys.stdout.flush()
+        _flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show()
@@ -84,13 +95,22 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader has left. Python would complain when it flushes at exit, so give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # the reader has left
         return 1  # as click does where it meets the same
     except Exception as error:
         if state.get("traceback"):
             traceback.print_exc()
         return _explain(error, state)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+
+
+def _drop_stdout() -> None:
+    """Python would complain when it flushes at exit, so give it somewhere to flush to."""
+    with suppress(OSError, ValueError):  # a test's stdout is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_any_name() -> None:
@@ -105,7 +125,20 @@ def _explain(error: Exception, state: Mapping[str, bool]) -> int:
     if isinstance(error, MdpsError):
         click.echo(f"Error: {error}", err=True)
         return error.exit_code
+    if isinstance(error, OSError) and error.errno in _DISKS:
+        click.echo(f"Error: {_of_disk(error)}", err=True)
+        return 1
     kind = type(error).__name__
     hint = "" if state.get("traceback") else "; run it again with --traceback to see where, and report it"
     click.echo(f"Error: unexpected {kind}: {error}{hint}", err=True)
     return 1
+
+
+def _of_disk(error: OSError) -> str:
+    what, remedy = error.filename, "make room or choose another place"
+    if what is None:
+        printing = (click.echo.__code__, _flush.__code__)
+        of_stdout = any(frame.f_code in printing for frame, _ in traceback.walk_tb(error.__traceback__))
+        what = "standard output" if of_stdout else "a file"
+    done = _DISKS[error.errno or errno.ENOSPC]
+    return f"{what} cannot be {done}: {error.strerror}; {remedy if done == 'written' else 'check who may use it'}"

@@ -37,6 +37,18 @@ def test_a_file_is_written_and_replaced(tmp_path):
     assert _names(tmp_path) == [path.name]
 
 
+def test_an_error_names_the_target_and_not_the_temporary_sibling(tmp_path):
+    (tmp_path / "file").write_text("1")  # no folder, so nothing can be made in it
+    with pytest.raises(FileNotFoundError) as missing:
+        write_bytes(tmp_path / "nowhere" / "a", b"1")
+    with pytest.raises(FileExistsError) as refused, new_folder(tmp_path / "file" / "b"):
+        pass
+    assert [error.value.filename for error in (missing, refused)] == [
+        str(tmp_path / "nowhere" / "a"),
+        str(tmp_path / "file" / "b"),
+    ]
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write_bytes(path, b"old")

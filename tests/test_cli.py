@@ -1,5 +1,6 @@
 """The command line: exit codes, streams, sentences; what the commands call is faked or real where it is quick."""
 
+import errno
 import hashlib
 import json
 import os
@@ -434,6 +435,40 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         err = process.stderr.read()
     assert process.returncode == 1
     assert err == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_stdout_that_is_full_is_one_sentence_and_the_files_are_complete(
+    line_bundle: Path, line_images: list[bytes], tmp_path: Path, as_json: bool
+) -> None:
+    for index, data in enumerate(line_images[:3]):
+        (tmp_path / f"{index}.png").write_bytes(data)
+    command = [sys.executable, "-m", "mdps.cli", "predict", str(line_bundle), str(tmp_path), "--out"]
+    command += [str(tmp_path / "out"), "--batch", "1", *(["--json"] if as_json else [])]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: standard output cannot be written: No space left on device; make room or choose another place\n"
+    )
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "text"),
+    [
+        (errno.EROFS, "ro/b", "ro/b cannot be written: Read-only file system; make room or choose another place"),
+        (errno.ENOSPC, None, "a file cannot be written: No space left on device; make room or choose another place"),
+        (errno.EACCES, "b", "b cannot be opened: Permission denied; check who may use it"),
+    ],
+)
+def test_what_a_disk_answers_is_nothing_unexpected(
+    code: int, name: str | None, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(raising(OSError(code, os.strerror(code), name)), ["boom"]) == 1
+    assert capsys.readouterr().err == f"Error: {text}\n"
 
 
 # Doctor, inspect
