@@ -85,7 +85,7 @@ def calibrate_demo(bundle: Path, folder: Path, textures: TextureSet, threads: in
 
 
 def save_photographs(folder: Path) -> None:
-    """Writes what the demo calibrates on to `folder`/good and what it inspects to `folder`/test; the folder is replaced.
+    """Writes what the demo calibrates on to `folder`/good and what it inspects to `folder`/test, replacing it.
 
     Raises UsageError without scikit-image, MdpsError where `folder` cannot be written.
     """

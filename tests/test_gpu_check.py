@@ -192,7 +192,7 @@ def checks(
 ) -> tuple[list[Row], list[int]]:
     clock, written = Clock(), list[int]()
 
-    def do(one: Item, limit: float, rates: dict[str, float]) -> Row:
+    def do(one: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
         assert limit <= minutes * 60 - clock.now
         clock.now += min(one.seconds, limit)
         return (states or {}).get(one.name, Row(one.name, "ran", load_ms=1.0))
@@ -206,6 +206,39 @@ def test_what_does_not_fit_is_named_and_what_is_shorter_still_runs() -> None:
     assert [row.state for row in rows] == ["ran", "skipped", "ran", "skipped"]
     assert rows[1].reason == "does not fit: it takes some 200 s and 160 s were left"
     assert written == [1, 2, 3, 4]
+
+
+def test_what_does_not_fit_never_reads_as_if_it_did() -> None:
+    rows, _ = checks([item("a", 335.4), item("b", 25)])  # 24.6 s are left
+    assert rows[1].reason == "does not fit: it takes some 25 s and 24 s were left"
+
+
+def test_a_piece_that_is_cut_short_by_the_minutes_knows() -> None:
+    asked: list[tuple[float, bool]] = []
+    clock = Clock()
+
+    def do(one: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
+        asked.append((limit, hurried))
+        clock.now += 280
+        return Row(one.name, "ran")
+
+    run_check([item("a", 20), item("b", 40)], Minutes(360, clock), do, lambda rows: None, lambda text: None)
+    assert asked == [(60.0, False), (80.0, True)]
+
+
+def test_half_precision_alone_needs_no_bundle_of_the_other_where_the_oracle_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Choice(("demo",), ("fp16",))
+
+    def prepared() -> list[str]:
+        found = [one for one in on_card(Prepared(tmp_path), choice) if "plans" in one.name or one.thing]
+        first = next(index for index, one in enumerate(found) if not one.thing)
+        return [one.thing for one in found[:first]]
+
+    assert prepared()[:2] == ["demo:fp32", "demo:oracle"]  # which the oracle computes from
+    monkeypatch.setattr(Prepared, "has", lambda self, thing: thing == "demo:oracle")
+    assert prepared() == ["demo:oracle", "demo:fp16", "demo:fp16:tensorrt-rtx"]
 
 
 def test_a_thing_is_prepared_before_the_first_that_needs_it(tmp_path: Path) -> None:
@@ -250,15 +283,45 @@ def test_a_crash_and_a_hang_cost_a_row_each(tmp_path: Path, monkeypatch: pytest.
     hangs.write_text("import time; input(); time.sleep(600)")
     real = subprocess.Popen
     workshop = Workshop(Prepared(tmp_path), rounds=2, threads=1)
-    for script, limit, reason in ((dies, 60.0, "ended with code"), (hangs, 1.0, "took longer than 1 seconds")):
+    for script, limit, hurried, state, reason in (
+        (dies, 60.0, True, "failed", "ended with code"),
+        (hangs, 1.0, False, "failed", "took longer than 1 s to load it"),
+        (hangs, 1.0, True, "skipped", "out of minutes: the 1 s left were not enough to load it"),
+    ):
 
         def instead(command: list[str], script: Path = script, **options: Any) -> Any:
             return real([command[0], str(script)], **options)
 
         monkeypatch.setattr(subprocess, "Popen", instead)
-        row = workshop(item("a", 1.0, on_card=False), limit, {})
-        assert row.state == "failed"
+        row = workshop(item("a", 1.0, on_card=False), limit, {}, hurried=hurried)
+        assert row.state == state
         assert reason in row.reason
+
+
+def test_a_run_that_the_minutes_end_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow.py"
+    opened = json.dumps({"load_ms": 1.0, "first_ms": 1.0, "score": 0.0})
+    slow.write_text(f"import time; input(); print({opened!r}, flush=True); time.sleep(600)")
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: real([command[0], str(slow)], **options))
+    workshop = Workshop(Prepared(tmp_path), rounds=2, threads=1)
+    row = workshop(item("a", 1.0, on_card=False), 2.0, {}, hurried=True)
+    assert (row.state, row.reason) == ("skipped", "out of minutes: the 2 s left were not enough at a run")
+
+
+@pytest.mark.parametrize(("hurried", "state"), [(True, "skipped"), (False, "failed")])
+def test_preparing_that_the_minutes_end_is_no_failure(tmp_path: Path, hurried: bool, state: str) -> None:
+    workshop = Workshop(Prepared(tmp_path), rounds=1, threads=1)
+    row = workshop(item("prepare", 1.0, thing="demo:fp32"), 0.01, {}, hurried=hurried)
+    assert row.state == state
+
+
+def test_preparing_without_torch_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    row = Workshop(Prepared(tmp_path), rounds=1, threads=1)(item("prepare", 1.0, thing="demo:traced"), 60.0, {})
+    assert row.state == "skipped"
+    assert row.reason.startswith("needs torch, which is not installed here")
 
 
 def test_preparing_what_cannot_be_made_is_a_reason(tmp_path: Path) -> None:

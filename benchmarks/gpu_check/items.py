@@ -138,7 +138,7 @@ class _Items:
                 continue  # a traced bundle has no other
             kind = "traced" if one.traced else precision
             kind += f"x{samples}" if one.plans and samples > 1 else ""
-            things = [f"{network}:fp32", f"{network}:oracle", f"{network}:{kind}"]
+            things = [*self._oracle(network), f"{network}:{kind}"]
             things += [f"{network}:{kind}:{one.backend}"] if one.plans else []
             yield from self._made(things)
             spec = replace(
@@ -158,7 +158,7 @@ class _Items:
         if self.device == "cpu":
             ways.pop("autocast", None)  # slower than float32 on most processors
         for way, name in ways.items():
-            things = [f"{network}:fp32", f"{network}:oracle"]
+            things = [f"{network}:fp32", f"{network}:oracle"]  # torch's settings are in the bundle
             yield from self._made(things)
             spec = replace(
                 self._spec(f"{name} on {self._place}, {_label(network, precision, samples)}"),
@@ -178,13 +178,18 @@ class _Items:
             )  # fmt: skip
             yield self._item(spec, 25.0, network, "fp32", 1, (f"{network}:fp32",), name)
 
+    def _oracle(self, network: str) -> list[str]:
+        """The oracle's numbers, and the bundle they are computed from where they are not there yet."""
+        oracle = f"{network}:oracle"
+        return [oracle] if self.prepared.has(oracle) else [f"{network}:fp32", oracle]
+
     def _made(self, things: Sequence[str]) -> Iterator[Item]:
         for thing in dict.fromkeys(things):
             seconds = PRESENT if self.prepared.has(thing) else PREPARING.get(re.sub(r"x\d+", "", thing), PRESENT)
             network = thing.partition(":")[0]
             seconds = PRESENT if re.fullmatch(r"\w+:\w+x\d+", thing) else seconds  # a matter of links
-            needs = tuple(part for part in (f"{network}:fp32", thing.rpartition(":")[0]) if ":" in part)
-            needs = tuple(part for part in dict.fromkeys(needs) if part != thing)
+            needs = (thing.rpartition(":")[0],) if thing.count(":") > 1 else ()
+            needs += (f"{network}:fp32",) if thing.endswith(":oracle") else ()
             yield Item(f"prepare {thing}", seconds, thing=thing, network=network, needs=needs, on_card=False)
 
     def _item(

@@ -1,5 +1,7 @@
 """Does as much of a check as fits into its minutes, the most valuable first; writes what is known after each piece."""
 
+import math
+import re
 import subprocess
 import sys
 import threading
@@ -9,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from mdps.benchmarks.bench.process import Process, environment
+from mdps.benchmarks.bench.process import Answer, Process, environment
 from mdps.benchmarks.bench.rounds import Measurement
 from mdps.benchmarks.gpu_check.items import Item
-from mdps.benchmarks.gpu_check.rows import Row, measured_row, prepared_row
+from mdps.benchmarks.gpu_check.rows import Row, State, measured_row, prepared_row
 from mdps.benchmarks.gpu_check.workfolder import Prepared
 from mdps.runtime import cards
 
@@ -41,9 +43,13 @@ class Minutes:
 
 
 class Doer(Protocol):
-    """Does one item within so many seconds; what goes wrong is in the row."""
+    """Does one item within so many seconds; what goes wrong is in the row.
 
-    def __call__(self, item: Item, limit: float, rates: dict[str, float]) -> Row: ...
+    `hurried`: these are all that is left of the minutes, and fewer than the item would get: that they were not enough
+    is no failure of its.
+    """
+
+    def __call__(self, item: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row: ...
 
 
 def run_check(
@@ -60,7 +66,8 @@ def run_check(
             row = Row(item.name, "skipped", reason, item.network, item.precision, item.samples)
         else:
             say(f"{minutes.left:.0f} s left: {item.name}")
-            row = do(item, min(minutes.left, max(LEAST, GRACE * item.seconds) * patience), rates)
+            left, enough = minutes.left, max(LEAST, GRACE * item.seconds) * patience
+            row = do(item, min(left, enough), rates, hurried=left < enough)
         if row.state != "ran":
             if not reason:
                 say(f"{row.state} {item.name}: {row.reason}")
@@ -88,8 +95,20 @@ def _obstacle(item: Item, without: dict[str, str], left: float) -> str:
     if item.family in without:
         return f"as before: {without[item.family]}"
     if item.seconds > left:
-        return f"does not fit: it takes some {item.seconds:.0f} s and {max(0, left):.0f} s were left"
+        return f"does not fit: it takes some {math.ceil(item.seconds)} s and {max(0, math.floor(left))} s were left"
     return ""
+
+
+class _Worker(Process):
+    """A process of a check's, which tells a hang from everything else that fails."""
+
+    hung = False
+
+    def ask(self, command: str, patience: float | None = None) -> Answer:
+        allowed, start = self._patience if patience is None else patience, time.monotonic()
+        answer = super().ask(command, patience)
+        self.hung = self.failed and time.monotonic() - start >= allowed
+        return answer
 
 
 @dataclass(frozen=True)
@@ -103,19 +122,19 @@ class Workshop:
     prepare_options: tuple[str, ...] = ()
     warm_up: int = 2
 
-    def __call__(self, item: Item, limit: float, rates: dict[str, float]) -> Row:
+    def __call__(self, item: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
         """See `Doer`."""
         if item.thing:
-            return self._prepare(item, limit)
+            return self._prepare(item, limit, hurried)
         assert item.spec is not None
         start = time.monotonic()
         with UsedMemory(self.device if item.on_card else None, item.on_card) as memory:
-            one, failed = self._measure(item, limit)
+            one, failed = self._measure(item, limit, hurried)
         return measured_row(
             item, one, failed=failed, seconds=time.monotonic() - start, device_mb=memory.grown_mb, rates=rates
         )
 
-    def _prepare(self, item: Item, limit: float) -> Row:
+    def _prepare(self, item: Item, limit: float, hurried: bool) -> Row:
         start = time.monotonic()
         if self.prepared.has(item.thing):
             return prepared_row(item, "ran", 0.0, "it was there")
@@ -127,19 +146,23 @@ class Workshop:
                 env=environment(self.threads),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return prepared_row(item, "failed", time.monotonic() - start, f"took longer than {limit:.0f} s")
+            state: State = "skipped" if hurried else "failed"
+            return prepared_row(item, state, time.monotonic() - start, _too_long(limit, hurried))
         if not done.returncode:
             return prepared_row(item, "ran", time.monotonic() - start)
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         last = said[-1].removeprefix("error: ") if said else f"its process ended with code {done.returncode}"
-        foreseen = (bool(said) and said[-1].startswith("error: ")) or "ModuleNotFoundError" in last
+        absent = re.search(r"ModuleNotFoundError: No module named '(\w+)", last)
+        if absent:
+            last = f"needs {absent[1]}, which is not installed here (a kit takes torch along with --with-torch)"
+        foreseen = bool(absent or (said and said[-1].startswith("error: ")))
         return prepared_row(item, "skipped" if foreseen else "failed", time.monotonic() - start, last)
 
-    def _measure(self, item: Item, limit: float) -> tuple[Measurement, bool]:
+    def _measure(self, item: Item, limit: float, hurried: bool) -> tuple[Measurement, bool]:
         """Opened and compared, warmed up, then runs until there are enough or its time is over."""
         assert item.spec is not None
         one, own = Measurement(item.spec), Minutes(limit)
-        with Process(item.spec, limit) as process:
+        with _Worker(item.spec, limit) as process:
             one.facts = process.ask("open")
             for _ in range(self.warm_up):
                 if not process.skipped:
@@ -157,7 +180,14 @@ class Workshop:
             if not process.skipped:
                 one.peak_mb = process.ask("peak", 10.0).get("peak_mb")
             one.skipped = process.skipped
-            return one, process.failed
+            if not process.hung:
+                return one, process.failed
+            one.skipped = _too_long(limit, hurried) + (" at a run" if one.facts.get("load_ms") else " to load it")
+            return one, not hurried
+
+
+def _too_long(limit: float, hurried: bool) -> str:
+    return f"out of minutes: the {limit:.0f} s left were not enough" if hurried else f"took longer than {limit:.0f} s"
 
 
 class UsedMemory:
