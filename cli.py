@@ -228,9 +228,7 @@ Exit code: 130 where Ctrl-C or SIGTERM ended the run, after a checkpoint for --r
 @click.option(
     "--recipe",
     type=click.Choice(["paper", "small"]),
-    default="paper",
-    show_default=True,
-    help="The paper's network and settings, or a network of 1.9 M parameters for short runs.",
+    help="The paper's network and settings, or a network of 1.9 M parameters for short runs [default: paper].",
 )
 @click.option("--image-size", type=click.IntRange(8), help="Side images are resized to [default: 256, small: 64].")
 @click.option(
@@ -241,12 +239,12 @@ Exit code: 130 where Ctrl-C or SIGTERM ended the run, after a checkpoint for --r
 @training_choices
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share each batch, here.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out, with its own settings.")
 @TRACEBACK
 def train(
     folder: Path,
     out: Path,
-    recipe: str,
+    recipe: str | None,
     image_size: int | None,
     crop_size: int | None,
     base: int | None,
@@ -266,15 +264,18 @@ def train(
         from mdps import training
     tell: Callable[[str], object] = say if training.first_process() else str
     images, layout = _training_images(folder, tell)
-    preprocessing = training.framing(recipe, layout, image_size, crop_size, say=tell)
-    network, settings = {
-        "paper": (training.paper_network, training.paper_recipe),
-        "small": (training.small_network, training.small_recipe),
-    }[recipe]
-    sizes = {"image_size": preprocessing.network_size[0], "base": base}
+    if options["resume"]:
+        config, preprocessing = training.begun(
+            out, recipe=recipe, image_size=image_size, crop_size=crop_size, base=base
+        )
+    else:
+        recipe = recipe or "paper"
+        preprocessing = training.framing(recipe, layout, image_size, crop_size, say=tell)
+        sizes = {"image_size": preprocessing.network_size[0], "base": base}
+        config = training.RECIPES[recipe](training.NETWORKS[recipe](**_given(sizes)))
     how = {name: options.pop(name) for name in ("device", "resume")} | {"preprocessing": preprocessing}
     length = {"steps": None} if options["epochs"] else {}
-    config = replace(settings(network(**_given(sizes))), **(_given(options) | length))
+    config = replace(config, **(_given(options) | length))
     with spoken_warnings():
         if processes > 1:
             path = training.fit_in_processes(processes, images, out, config, **how)

@@ -60,6 +60,38 @@ def test_a_folder_becomes_a_denoiser_and_the_next_command_is_named(tmp_path, cap
     assert run(cli, ["train", str(good), "--out", str(out), *SMALL, *options, "--resume"]) == 0
 
 
+def test_resume_takes_what_the_run_was_begun_with(tmp_path, capsys):
+    good, out = images(tmp_path / "good"), tmp_path / "run"
+    options = ["--steps", "2", "--low-share", "0.5", "--flip-vertical", "--crop-size", "8"]
+    assert run(cli, ["train", str(good), "--out", str(out), *SMALL, *options]) == 0
+    before = settings(out)
+    assert run(cli, ["train", str(good), "--out", str(out), "--resume", "--device", "cpu"]) == 0
+    after = settings(out)
+    assert (after["training"], after["preprocessing"]) == (before["training"], before["preprocessing"])
+    # What is given counts: the length may change, and what was learned may not.
+    longer = ["--recipe", "small", "--image-size", "16", "--crop-size", "8", "--base", "32", "--steps", "3"]
+    assert run(cli, ["train", str(good), "--out", str(out), "--resume", "--device", "cpu", *longer]) == 0
+    assert settings(out)["training"] == before["training"] | {"steps": 3}
+    assert outcome(out).steps == 3
+    assert run(cli, ["train", str(good), "--out", str(out), "--resume", "--device", "cpu", "--epochs", "1"]) == 0
+    assert (settings(out)["training"]["epochs"], settings(out)["training"]["steps"]) == (1, 5)
+    capsys.readouterr()
+    for given, words in (
+        (["--recipe", "paper"], "begun with another network than that of --recipe paper"),
+        (["--image-size", "32"], "begun with --image-size 16, not 32"),
+        (["--crop-size", "0"], "begun with --crop-size 8, not 0"),
+        (["--base", "64"], "begun with --base 32, not 64"),
+        (["--decay", "linear"], "begun with decay = cosine, not linear"),
+    ):
+        assert run(cli, ["train", str(good), "--out", str(out), "--resume", "--device", "cpu", *given]) == 2
+        assert words in capsys.readouterr().err
+    (out / CONFIG).write_text("{")
+    assert run(cli, ["train", str(good), "--out", str(out), "--resume"]) == 2
+    assert "config.json does not say what the run was begun with" in capsys.readouterr().err
+    assert run(cli, ["train", str(good), "--out", str(tmp_path / "none"), "--resume"]) == 2
+    assert "start the run without --resume" in capsys.readouterr().err
+
+
 def test_a_category_gives_its_training_images_only_and_the_papers_crop(tmp_path, capsys, monkeypatch):
     from mdps import training
 

@@ -1,6 +1,15 @@
 """Fits a denoiser to images of good parts."""
 
-from mdps.training.config import TrainingConfig, paper_network, paper_recipe, small_network, small_recipe
+from mdps.training.begun import begun
+from mdps.training.config import (
+    NETWORKS,
+    RECIPES,
+    TrainingConfig,
+    paper_network,
+    paper_recipe,
+    small_network,
+    small_recipe,
+)
 from mdps.training.engine import first_process
 from mdps.training.fit import fit
 from mdps.training.framing import framing
@@ -10,6 +19,8 @@ from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSou
 from mdps.training.stop import StoppedError
 
 __all__ = [
+    "NETWORKS",
+    "RECIPES",
     "ArraySource",
     "CropSource",
     "FileSource",
@@ -18,6 +29,7 @@ __all__ = [
     "Source",
     "StoppedError",
     "TrainingConfig",
+    "begun",
     "first_process",
     "fit",
     "fit_in_processes",

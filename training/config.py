@@ -1,6 +1,7 @@
 """What a training run is made of."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -139,6 +140,10 @@ def small_recipe(network: UNetConfig | None = None) -> TrainingConfig:
         ema=0.999,
         low_share=0.7,
     )
+
+
+NETWORKS: dict[str, Callable[..., UNetConfig]] = {"paper": paper_network, "small": small_network}
+RECIPES = {"paper": paper_recipe, "small": small_recipe}
 
 
 def rate_factor(config: TrainingConfig, step: int, progress: float) -> float:
