@@ -36,6 +36,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="Folder for results, maps, overlays, report."
 )
+@click.option("--force", is_flag=True, help="Replace the results of an earlier run in --out.")
 @AS_JSON
 @SAMPLES
 @EARLY_EXIT
@@ -51,6 +52,7 @@ def predict(
     bundle: Path,
     inputs: tuple[Path, ...],
     out: Path,
+    force: bool,
     as_json: bool,
     batch: int,
     scores_only: bool,
@@ -62,14 +64,17 @@ def predict(
     (float32, in the unit of the score), overlays/*.png and report.html into --out.
     """
     from mdps.runtime import load
+    from mdps.serving.earlier import refuse_results
     from mdps.serving.run import inspect_folder
 
+    if not force:
+        refuse_results(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
     with spoken_warnings():
         detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
     printer = _RowPrinter(as_json)
     with detector, spoken_warnings():
-        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, on_row=printer)
+        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, force=force, on_row=printer)
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
         click.echo(f"{row.path}: {row.error}", err=True)

@@ -16,11 +16,11 @@ from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import MAPS, OVERLAYS
 from mdps.runtime.preprocessing import read_image
+from mdps.serving.earlier import refuse_inputs_in, refuse_results, remove_results
 from mdps.serving.inputs import find_images, output_names
 from mdps.serving.overlay import HeatRange, own_range, png, strip
 from mdps.serving.rows import Row, open_rows, writing
 
-REPORT = "report.html"
 T = TypeVar("T")
 
 
@@ -46,6 +46,7 @@ def predict(
     out: Path,
     *,
     batch: int = 4,
+    force: bool = False,
     heat_range: HeatRange | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
@@ -56,20 +57,25 @@ def predict(
 
     Args:
         batch: images judged at once; no result depends on it.
+        force: replaces the results of an earlier run in `out`: its files are removed, and nothing else.
         heat_range: map values drawn as no and full heat; None takes each map's own range.
 
     Returns:
         One row a file, in the order of the inputs. A file that cannot be judged has the verdict "error".
 
     Raises:
-        UsageError: an input is missing or has no images, or `out` cannot be made.
+        UsageError: an input is missing or has no images, `out` cannot be made, or holds results of an earlier run or
+            inputs where outputs would be written.
         MdpsError: an output cannot be written.
     """
     images = find_images(inputs, exclude=out)
+    if not force:
+        refuse_results(out)
+    refuse_inputs_in(out, images)
     _prepare(out)
     rows = []
     with ExitStack() as files:
-        jsonl, table = (files.enter_context(file) for file in open_rows(out))
+        jsonl, table = (files.enter_context(file) for file in open_rows(out, lambda: remove_results(out)))
         for judged, name in zip(judge_all(detector, images, batch), output_names(images), strict=True):
             row = _write_outputs(judged, name, out, heat_range)
             jsonl.append(row.to_json() + "\n")
@@ -128,7 +134,6 @@ def _prepare(out: Path) -> None:
     try:
         for name in (MAPS, OVERLAYS):
             (out / name).mkdir(parents=True, exist_ok=True)
-        (out / REPORT).unlink(missing_ok=True)  # an earlier run's report must not stand beside this run's rows
     except OSError as error:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 

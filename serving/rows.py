@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import BinaryIO, Self
 
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.image_files import LINES, OVERLAYS
+
+TABLE = "results.csv"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _own(file: BinaryIO, path: Path) -> None:
-    """Takes the file for this run and empties it; MdpsError while another run writes to it.
+    """Takes the file for this run; MdpsError while another run writes to it.
 
     Windows has no lock that would leave the file readable meanwhile, nor do some network drives.
     """
@@ -78,20 +80,28 @@ def _own(file: BinaryIO, path: Path) -> None:
         raise MdpsError(f"{path} is being written by another run: give each run a folder of its own") from None
     except (ImportError, OSError):
         pass
+
+
+def _empty(file: BinaryIO, path: Path) -> None:
     with writing(path):
         if os.fstat(file.fileno()).st_size:
             os.ftruncate(file.fileno(), 0)
 
 
 class RowFile:
-    """A text file that grows by whole lines: a run that is killed, or finds the disk full, leaves no broken one."""
+    """A text file that grows by whole lines: a run that is killed, or finds the disk full, leaves no broken one.
 
-    def __init__(self, path: Path, header: str = "") -> None:
+    What it held is gone; `once_owned` is called before, when no other run can write to the file any more.
+    """
+
+    def __init__(self, path: Path, header: str = "", once_owned: Callable[[], None] = lambda: None) -> None:
         self._path = path
         with writing(path):
             self._file: BinaryIO = path.open("ab", buffering=0)  # emptied once it is known to be ours
         try:
             _own(self._file, path)
+            once_owned()
+            _empty(self._file, path)
         except BaseException:
             self._file.close()
             raise
@@ -122,6 +132,9 @@ class RowFile:
         self._file.close()
 
 
-def open_rows(folder: Path) -> tuple[RowFile, RowFile]:
-    """Starts `results.jsonl` and `results.csv` in `folder`."""
-    return RowFile(folder / LINES), RowFile(folder / "results.csv", _csv_line([*CSV_HEADER]))
+TABLE_HEADER = _csv_line([*CSV_HEADER])
+
+
+def open_rows(folder: Path, once_owned: Callable[[], None] = lambda: None) -> tuple[RowFile, RowFile]:
+    """Starts `results.jsonl` and `results.csv` in `folder`; `once_owned` is called before they are emptied."""
+    return RowFile(folder / LINES, once_owned=once_owned), RowFile(folder / TABLE, TABLE_HEADER)

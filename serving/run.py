@@ -10,7 +10,8 @@ from mdps.runtime import Calibration, Detector, calibrate, load
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.odd_pictures import odd_pictures
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.folder import REPORT, predict
+from mdps.serving.earlier import REPORT
+from mdps.serving.folder import predict
 from mdps.serving.inputs import find_images
 from mdps.serving.overlay import HeatRange
 from mdps.serving.report import write_report
@@ -24,6 +25,7 @@ def inspect_folder(
     out: Path,
     *,
     batch: int,
+    force: bool = False,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """`predict` with the heat range of the detector's calibration, then the report of all rows in `out`.
@@ -33,7 +35,9 @@ def inspect_folder(
     """
     images = find_images(inputs, exclude=out)
     warn_of_odd(images, detector.preprocessing)
-    rows = predict(detector, images, out, batch=batch, heat_range=heat_range(detector.calibration), on_row=on_row)
+    rows = predict(
+        detector, images, out, batch=batch, force=force, heat_range=heat_range(detector.calibration), on_row=on_row
+    )
     title = f"Inspection with {detector.manifest.name}"
     write_report(out, REPORT, rows, run_settings(detector, bundle), title)
     return rows

@@ -171,6 +171,13 @@ def test_predict_says_first_what_is_odd_about_the_images(
     assert "distorts" in said[2]
 
 
+def test_predict_asks_before_it_replaces_results(line: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", line.bundle, f"{line.images}/good.png", "--out", str(line.out)]
+    assert [run(cli, command), run(cli, command), run(cli, [*command, "--force"])] == [0, 2, 0]
+    assert "holds results of an earlier run (results.jsonl): " in capsys.readouterr().err
+    assert len(line.calls) == 2  # no bundle is loaded in vain
+
+
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
     options += ["--backend", "auto", "--early-exit", "0.5", "--provider", "cuda", "--device", "1"]

@@ -241,7 +241,7 @@ def test_an_interrupted_run_leaves_complete_rows_and_no_report_of_an_earlier_one
             return super().batch(images)
 
     with pytest.raises(KeyboardInterrupt):
-        predict(Interrupted(), [tmp_path / "in"], tmp_path / "out", batch=1)
+        predict(Interrupted(), [tmp_path / "in"], tmp_path / "out", batch=1, force=True)
     assert len(read_rows(tmp_path / "out")) == 2
     assert not (tmp_path / "out" / "report.html").exists()
 
@@ -258,12 +258,77 @@ def test_two_runs_do_not_mix_in_one_folder(tmp_path: Path) -> None:
 
     def other_run(row: Row) -> None:
         with pytest.raises(MdpsError, match="being written by another run"):
+            predict(BrightnessDetector(), [image], out, force=True)
+        with pytest.raises(UsageError, match="results of an earlier run"):
             predict(BrightnessDetector(), [image], out)
 
-    predict(BrightnessDetector(), [image], out, on_row=other_run)
+    (row,) = predict(BrightnessDetector(), [image], out, on_row=other_run)
     assert len(read_rows(out)) == 1
+    assert (out / str(row.map)).is_file()
+    predict(BrightnessDetector(), [image], out, force=True)
+    assert len(read_rows(out)) == 1
+
+
+def files_below(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kept", ["results.jsonl", "results.csv", "report.html"])
+def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, kept: str) -> None:
+    image, out = save(tmp_path / "a.png", 51), tmp_path / "out"
     predict(BrightnessDetector(), [image], out)
+    (out / "report.html").write_text("report")
+    for path in out.iterdir():
+        if path.is_file() and path.name != kept:
+            path.unlink()
+    before = {name: (out / name).read_bytes() for name in files_below(out)}
+    with pytest.raises(UsageError, match=rf"out holds results of an earlier run \({kept}\): .* --force"):
+        predict(BrightnessDetector(), [image], out)
+    assert {name: (out / name).read_bytes() for name in files_below(out)} == before
+
+
+def test_with_force_the_files_of_an_earlier_run_go_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for index in range(3):
+        save(tmp_path / "in" / f"{index}.png", 20 * index)
+    predict(BrightnessDetector(), [tmp_path / "in"], out)
+    (out / "report.html").write_text("report")
+    for other in ("notes.txt", "maps/of_mine.npy", "overlays/of_mine.png"):
+        (out / other).write_text("mine")
+    (tmp_path / "photo.npy").write_text("mine")
+    with (out / "results.jsonl").open("a") as lines:
+        lines.write('{"map": "maps/../../photo.npy"}\n{"map": "../photo.npy"}\n{"map": 3}\n[]\nnonsense\n')
+    predict(BrightnessDetector(), [tmp_path / "in" / "1.png"], out, force=True)
+    new = {"results.jsonl", "results.csv", "maps/1.npy", "overlays/1.png"}
+    assert files_below(out) == new | {"notes.txt", "maps/of_mine.npy", "overlays/of_mine.png"}
+    assert (tmp_path / "photo.npy").exists()
     assert len(read_rows(out)) == 1
+
+
+def test_a_run_that_judged_nothing_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    class Broken(BrightnessDetector):
+        def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+            raise UsageError("wrong bundle")
+
+    image, out = save(tmp_path / "a.png", 51), tmp_path / "out"
+    with pytest.raises(UsageError, match="wrong bundle"):
+        predict(Broken(), [image], out)
+    assert len(predict(BrightnessDetector(), [image], out)) == 1
+
+
+def test_a_folder_may_hold_its_images_and_their_results(tmp_path: Path) -> None:
+    image = save(tmp_path / "a.png", 51)
+    first = predict(BrightnessDetector(), [tmp_path], tmp_path)
+    again = predict(BrightnessDetector(), [tmp_path], tmp_path, force=True)
+    assert [row.path for row in first] == [row.path for row in again] == [str(image)]
+
+
+def test_photographs_where_outputs_would_be_written_are_left_alone(tmp_path: Path) -> None:
+    image = save(tmp_path / "overlays" / "a.png", 51)
+    before = image.read_bytes()
+    with pytest.raises(UsageError, match="lies in a folder that the run would write into"):
+        predict(BrightnessDetector(), [tmp_path], tmp_path)
+    assert image.read_bytes() == before
 
 
 FILL = """
