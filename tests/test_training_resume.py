@@ -1,5 +1,6 @@
 """Training that is cut short: exceptions, kill -9, signals, a full disk; and that it goes on to the same bits."""
 
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training import fit
 from mdps.training.config import rate_factor
@@ -272,6 +274,38 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, tiny_images, tin
     assert torch.load(run / CHECKPOINT, weights_only=True)["step"] == 4
     assert not [path for path in run.iterdir() if path.name.startswith(".mdps")]
     fit(tiny_images, run, replace(tiny_config, sample_every=0), device="cpu", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EROFS, "choose a folder that can be written to"),
+        (errno.EACCES, "choose a folder that can be written to"),
+        (errno.EIO, "see to that"),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_cannot_be_written_says_what_is_left_and_what_to_do(
+    tmp_path, tiny_images, tiny_config, monkeypatch, number, advice, begun
+):
+    run = tmp_path / "run"
+    if begun:
+        fit(tiny_images, run, replace(tiny_config, steps=2), device="cpu")
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(atomic, "write_bytes", refuse)
+    with pytest.raises(MdpsError) as caught:
+        fit(tiny_images, run, tiny_config, device="cpu", resume=begun)
+    said = str(caught.value)
+    assert f"{run} cannot be written ({os.strerror(number)})" in said
+    assert ("make the folder writable" if begun and advice.startswith("choose") else advice) in said
+    assert ("make room" in said) == (advice == "make room")
+    assert ("its last checkpoint is whole" in said, "--resume" in said) == (begun, begun)
+    assert ("holds no checkpoint yet" in said) != begun
 
 
 def test_an_unwritable_folder_is_one_sentence(tmp_path, tiny_images, tiny_config):

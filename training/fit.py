@@ -20,7 +20,7 @@ from mdps.training.check import check_files
 from mdps.training.config import TrainingConfig, rate_factor
 from mdps.training.draw import draw_batch, seed_dropout
 from mdps.training.engine import Engine, choose_device, first_process
-from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder
+from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, unwritable
 from mdps.training.loss import loss_weights, noise_losses
 from mdps.training.meter import Meter
 from mdps.training.outcome import outcome
@@ -55,7 +55,7 @@ def fit(
 
     Under torchrun, or from `mdps.training.launch`, all processes share each batch and the first one writes.
     UsageError for settings, images or a run folder that do not fit; ImageError for files that cannot be read;
-    StoppedError after SIGINT or SIGTERM; MdpsError if the loss stops being finite or the disk is full.
+    StoppedError after SIGINT or SIGTERM; MdpsError if the loss stops being finite or the run folder cannot be written.
     """
     where = choose_device(device)
     size = config.network.image_size
@@ -69,10 +69,7 @@ def fit(
         with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
             return Run(source, out, config, engine, preprocessing, on_log).train()
     except OSError as error:
-        raise MdpsError(
-            f"{out} cannot be written ({error.strerror or error}); its last checkpoint is whole: make room, then go on "
-            "with --resume"
-        ) from error
+        raise unwritable(out, error) from error
     finally:
         engine.close()
 

@@ -1,5 +1,6 @@
 """The run folder: what the run is (config.json), what it did (log.jsonl, tensorboard/, samples/, loss.png)."""
 
+import errno
 import io
 import json
 import time
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.runtime import atomic
-from mdps.runtime.errors import UsageError
+from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.versions import versions
 from mdps.training.config import TrainingConfig
 from mdps.training.sources import Source
@@ -21,6 +22,8 @@ from mdps.training.sources import Source
 CHECKPOINT, DENOISER = "checkpoint.pt", "denoiser.safetensors"
 CONFIG, LOG, CURVE, SAMPLES, BOARD = "config.json", "log.jsonl", "loss.png", "samples", "tensorboard"
 PACKAGES = ("torch", "accelerate", "numpy", "pillow", "safetensors")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
 Row = dict[str, Any]
 
 
@@ -33,6 +36,18 @@ def check_folder(out: Path, resume: bool) -> None:
         raise UsageError(f"there is no {CHECKPOINT} in {out} to resume from; start the run without --resume")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; choose a folder for the run")
+
+
+def unwritable(out: Path, error: OSError) -> MdpsError:
+    """What an OSError in the run means: what is left of it, and what to do."""
+    wrong = f"{out} cannot be written ({error.strerror or error})"
+    advice = "make room" if error.errno in NO_ROOM else "see to that"
+    if (out / CHECKPOINT).exists():
+        advice = "make the folder writable" if error.errno in NOT_OURS else advice
+        return MdpsError(f"{wrong}; its last checkpoint is whole: {advice}, then go on with --resume")
+    if error.errno in NOT_OURS:
+        return MdpsError(f"{wrong} and holds no checkpoint yet: choose a folder that can be written to with --out")
+    return MdpsError(f"{wrong} and holds no checkpoint yet: {advice}, then begin the run again")
 
 
 class RunFolder:
