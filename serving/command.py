@@ -29,7 +29,8 @@ Examples:
   mdps predict bundle line/ --out results --provider cuda --device 1
   mdps predict bundle line/ --out results --json | jq 'select(.verdict == "fail")'
 \b
-Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."""
+Exit code: 0 all judged, 3 some images, or all, could not be judged (a row says why),
+2 wrong arguments, paths or bundle: nothing was done, 1 the run failed before its end."""
 )
 @BUNDLE
 @click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGES_OR_FOLDERS...")

@@ -171,6 +171,15 @@ def test_predict_says_first_what_is_odd_about_the_images(
     assert "distorts" in said[2]
 
 
+def test_predict_of_a_broken_image_alone_is_3_as_its_help_says(
+    line: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, ["predict", line.bundle, f"{line.images}/torn.png", "--out", str(line.out)]) == 3
+    assert (line.out / "report.html").is_file()
+    run(cli, ["predict", "--help"])
+    assert "3 some images, or all, could not be judged" in capsys.readouterr().out
+
+
 def test_predict_asks_before_it_replaces_results(line: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", line.bundle, f"{line.images}/good.png", "--out", str(line.out)]
     assert [run(cli, command), run(cli, command), run(cli, [*command, "--force"])] == [0, 2, 0]
