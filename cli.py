@@ -81,7 +81,8 @@ Examples:
 def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:
     """Set the threshold and the map ranges from images of good parts, and store them in the bundle.
 
-    Use images that took no part in training, and never those of a test.
+    Use images that took no part in training, and never those of a test. All of them are used or none: one that cannot
+    be read ends the command, which names it and changes nothing.
     """
     from mdps.serving.run import calibrate_folder
 

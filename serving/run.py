@@ -1,12 +1,14 @@
 """What the commands do with a bundle and folders: judge them with a report, or calibrate on them."""
 
 import hashlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mdps.runtime import Calibration, Detector, calibrate, load
+from mdps.runtime.errors import ImageError
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.odd_pictures import odd_pictures
 from mdps.runtime.preprocessing import Preprocessing
@@ -71,6 +73,21 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield f"{prefix}{key}", str(value)
 
 
+def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
+    faults = []
+    for image in images:
+        try:
+            preprocessing(image)
+        except ImageError as error:
+            faults.append(str(error))
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ImageError(
+            f"{len(faults)} of {len(images)} images cannot be read, and a calibration uses all of them or none: "
+            f"{'; '.join(faults[:5])}{more}"
+        )
+
+
 def calibrate_folder(
     bundle: Path,
     good: Path,
@@ -85,12 +102,19 @@ def calibrate_folder(
 ) -> Calibration:
     """Calibrates `product` on all images of the folder `good` and stores the result in the bundle's manifest.
 
+    That all files can be read and the manifest written is seen to before any of the computing.
+
     Raises:
         UsageError: wrong paths, a bundle that cannot be used.
-        ImageError: a file that cannot be read: a calibration on fewer images than asked for would be a silent one.
+        ImageError: files that cannot be read, up to five by name: a calibration on fewer images than asked for would
+            be a silent one.
         MdpsError: the manifest cannot be written.
     """
     images = find_images([good])
+    preprocessing = Manifest.read(bundle, verify=False).preprocessing
+    with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
+        pass  # where no other file can be made beside it, it cannot be replaced
+    _read_all(images, preprocessing)
     with load(
         bundle,
         product=product,

@@ -256,10 +256,28 @@ def test_a_bad_image_among_the_good_ones_is_not_left_out_silently(
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     before = (bundle / "manifest.json").read_bytes()
-    (good / "07.png").write_bytes(b"torn")
+    torn = [good / f"{index:02d}.png" for index in range(4, 11)]
+    for path in torn:
+        path.write_bytes(b"torn")
     assert run(cli, ["calibrate", str(bundle), str(good)]) == 1
-    assert "07.png" in capsys.readouterr().err
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("Error: 7 of 20 images cannot be read, and a calibration uses all of them or none: ")
+    assert said.endswith("; and 2 more")
+    assert [path.name in said for path in torn] == [True] * 5 + [False] * 2
     assert (bundle / "manifest.json").read_bytes() == before
+
+
+def test_a_bundle_that_cannot_be_written_is_told_before_anything_is_computed(
+    tiny_bundle: Path, good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("mdps.serving.run.load", lambda *_, **__: pytest.fail("computes in vain"))
+    assert run(cli, ["calibrate", str(tiny_bundle), str(good)]) == 1
+    said = f"Error: {tiny_bundle / 'manifest.json'} cannot be written: Read-only file system"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_inspect_says_what_a_bundle_is(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
