@@ -1,10 +1,13 @@
 """What a run leaves in its folder, and what it shows while it runs."""
 
+import io
 import json
 import os
+import re
 import select
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 
@@ -16,7 +19,7 @@ from PIL import Image
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import ArraySource, TrainingConfig, fit
 from mdps.training.folder import CONFIG, CURVE, LOG, draw_curve, open_board
-from mdps.training.progress import progress_of
+from mdps.training.progress import Progress, progress_of
 from mdps.training.samples import Reconstructions, reconstruct
 
 
@@ -161,7 +164,7 @@ fit(images, Path(sys.argv[1]), TrainingConfig.from_json(json.loads(sys.argv[2]))
 
 @pytest.mark.parametrize("minutes", [None, 0.01])
 def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_config, minutes):
-    config = json.dumps(replace(tiny_config, steps=30, minutes=minutes, log_every=2, checkpoint_every=30).to_json())
+    config = json.dumps(replace(tiny_config, steps=30, minutes=minutes, log_every=100, checkpoint_every=30).to_json())
     pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
@@ -180,11 +183,33 @@ def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_co
     os.close(ours)
     assert b"images/s" in seen
     assert b"loss" in seen
-    assert b"<" in seen  # elapsed<left
+    first = next(part for part in seen.split(b"\r") if b"loss" in part)  # long before a line of the log
+    assert re.search(rb"<\d\d:\d\d.*step 1, loss \d", first), first  # elapsed<left
     if minutes is None:
         assert b"30/30" in seen
         quiet = subprocess.run([*command[:3], str(tmp_path / "again"), config], capture_output=True, env=environment)
         assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"", b"")
+
+
+def test_the_log_begins_at_once(tmp_path, tiny_images, tiny_config):
+    fit(tiny_images, tmp_path / "run", replace(tiny_config, steps=24, log_every=12), device="cpu")
+    rows = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 10, 12, 24]
+
+
+@pytest.mark.parametrize("minutes", [None, 30.0])
+def test_a_resumed_run_says_the_time_that_is_left_from_where_it_is(monkeypatch, minutes):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(TrainingConfig(steps=100, minutes=minutes), 60, 0.6, True) as bar:
+        time.sleep(0.2)
+        bar.update(61, 0.61, lambda: (0.5, 1.0))
+        shown = terminal.getvalue().split("\r")[-1]
+    assert "61%" in shown
+    assert "step 61, loss 0.5000, 1.0 images/s" in shown
+    (left,) = re.findall(r"<(\d\d):(\d\d)", shown)
+    assert 4 <= 60 * int(left[0]) + int(left[1]) < 60  # 39 such steps, not the rate of 61 in 0.2 s
 
 
 def test_progress_is_by_steps_or_by_the_clock_whichever_is_further():

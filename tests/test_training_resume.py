@@ -245,17 +245,18 @@ def test_a_process_killed_with_sigkill_resumes_to_the_same_bits(tmp_path, tiny_i
 
 
 @POSIX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, tiny_images, tiny_config, number):
+@pytest.mark.parametrize(("number", "minutes"), [(signal.SIGINT, 45.0), (signal.SIGTERM, None)])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, tiny_images, tiny_config, number, minutes):
     run = tmp_path / "run"
-    config = replace(tiny_config, steps=10_000, checkpoint_every=10_000, sample_every=0)
+    config = replace(tiny_config, steps=10_000, checkpoint_every=10_000, sample_every=0, minutes=minutes)
     with start(run, config, tiny_images, pause=0.01) as process:
         wait_for(lambda: steps_logged(run) >= 3, process)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     step = torch.load(run / CHECKPOINT, weights_only=True)["step"]
     assert process.returncode == 1
-    assert f"130 stopped by {number.name} after step {step} of 10000" in err
+    bound = f"{step}, 0.0 of its 45 minutes" if minutes else f"{step} of 10000"
+    assert f"130 stopped by {number.name} after step {bound}; " in err
     assert "--resume" in err
     assert "Traceback" not in err
     assert (out, log_of(run)[-1][0]) == ("", step)

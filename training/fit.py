@@ -30,6 +30,7 @@ from mdps.training.sources import ArraySource, FileSource, Source, images_below
 from mdps.training.state import TrainingState
 from mdps.training.stop import StoppedError, StopSignal
 
+EARLY = (1, 10)  # steps that are logged besides, so that a slow machine's log is not empty for minutes
 Given = NDArray[np.uint8] | Path | Sequence[Path] | Source
 
 
@@ -164,15 +165,15 @@ class Run:
             warnings.warn(self._finished(), stacklevel=4)
         saved = state.seconds
         progress = progress_of(config, state.step, state.seconds)
-        with Progress(config, state.step, self.engine.main) as bar:
+        with Progress(config, state.step, progress, self.engine.main) as bar:
             while progress < 1:
                 rate = config.learning_rate * rate_factor(config, state.step, progress)
                 self._step(rate)
                 stopped, state.seconds = self.engine.agree(stop.number, time.monotonic() - start)
                 progress = progress_of(config, state.step, state.seconds)
-                bar.update(state.step, progress)
+                bar.update(state.step, progress, self.meter.so_far)
                 ends = progress >= 1 or stopped > 0
-                if ends or state.step % config.log_every == 0:
+                if ends or state.step in EARLY or state.step % config.log_every == 0:
                     self._log(rate, bar)
                 overdue = state.seconds - saved >= 60 * config.checkpoint_minutes
                 if ends or overdue or state.step % config.checkpoint_every == 0:
@@ -232,9 +233,13 @@ class Run:
         if self.engine.main:
             self.folder.close()
         self.engine.wait()  # a process that left early would take the writing one with it
+        minutes = self.config.minutes
+        bound = (
+            f", {self.state.seconds / 60:.1f} of its {minutes:g} minutes" if minutes else f" of {self.config.last_step}"
+        )
         raise StoppedError(
-            f"stopped by {signal.Signals(number).name} after step {self.state.step} of {self.config.last_step}; its "
-            f"checkpoint is in {self.out}: go on with the same settings and --resume"
+            f"stopped by {signal.Signals(number).name} after step {self.state.step}{bound}; its checkpoint is in "
+            f"{self.out}: go on with --resume"
         )
 
 

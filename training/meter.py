@@ -31,6 +31,11 @@ class Meter:
         self._sums.index_add_(0, 2 + QUARTERS + quarter, torch.ones_like(losses))
         self._steps += 1
 
+    def so_far(self) -> tuple[float, float]:
+        """Mean loss since the last reading, one step or more ago, and images a second; of this process alone."""
+        images = self._steps * self._engine.share * self._engine.processes
+        return float(self._sums[0] / self._sums[1]), images / max(time.monotonic() - self._since, 1e-9)
+
     def read(self) -> dict[str, Any]:
         """Means since the last reading, over all processes: loss, loss_by_quarter (None: no sample), images_per_s."""
         sums = self._engine.sum(self._sums).tolist()

@@ -1,5 +1,7 @@
 """The bar on a terminal: how far, how fast, how long still; silent in a pipe."""
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -8,6 +10,7 @@ from tqdm import tqdm
 from mdps.training.config import TrainingConfig
 
 BY_TIME = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+EVERY = 1.0  # seconds between readings of the loss, for which a GPU must be waited for
 
 
 def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
@@ -17,19 +20,20 @@ def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
 
 
 class Progress:
-    """Counts steps, or the minutes of a run that ends by the clock."""
+    """Counts steps, or the minutes of a run that ends by the clock; begins at `step`, `share` of the run."""
 
-    def __init__(self, config: TrainingConfig, step: int, shown: bool) -> None:
+    def __init__(self, config: TrainingConfig, step: int, share: float, shown: bool) -> None:
         by_time = config.minutes is not None
         # disable=None: a bar on a terminal, nothing in a pipe
         self._bar = tqdm(
             total=1.0 if by_time else config.last_step,
-            initial=0 if by_time else step,
+            initial=share if by_time else step,
             unit="step",
             bar_format=BY_TIME if by_time else None,
             disable=None if shown else True,
         )
         self._by_time = by_time
+        self._next = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -37,10 +41,17 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._bar.close()
 
-    def update(self, step: int, share: float) -> None:
-        """After each step; `share` of the run is over."""
+    def update(self, step: int, share: float, read: Callable[[], tuple[float, float]]) -> None:
+        """After each step; `share` of the run is over.
+
+        `read` gives the loss and the images a second that are shown beside the bar: from the first step on it is asked
+        once a second, and never where no bar is shown.
+        """
         self._bar.update(min(1.0, share) - self._bar.n if self._by_time else step - self._bar.n)
+        if not self._bar.disable and time.monotonic() >= self._next:
+            self.note(step, *read())
 
     def note(self, step: int, loss: float, images_per_second: float) -> None:
         """Beside the bar."""
+        self._next = time.monotonic() + EVERY
         self._bar.set_postfix_str(f"step {step}, loss {loss:.4f}, {images_per_second:.1f} images/s")
