@@ -84,14 +84,21 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     Use images that took no part in training, and never those of a test. All of them are used or none: one that cannot
     be read ends the command, which names it and changes nothing.
     """
+    from mdps.runtime.manifest import Manifest
     from mdps.serving.run import calibrate_folder
+    from mdps.serving.told import next_predict, told_calibration
 
     mention_plans(bundle)
+    before = Manifest.read(bundle, verify=False).calibrations.get(options["product"])
     with spoken_warnings():
         calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, **options)
     if (bundle / ONE_FILE).is_file():
         click.echo(f"Warning: {bundle / ONE_FILE} keeps its threshold until `mdps single-file {bundle}`", err=True)
-    print_values(calibration.to_json(), as_json)
+    if as_json:
+        print_values(calibration.to_json(), as_json)
+        return
+    print_values(told_calibration(calibration, before), as_json)
+    click.echo(next_predict(bundle, options))
 
 
 @cli.command(

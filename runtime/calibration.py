@@ -183,9 +183,7 @@ def _warn_if_few(count: int, asked: float, expected: float) -> str:
     if expected <= asked + 1e-9:
         return ""
     needed = math.ceil(1 / asked - 1e-9) - 1
-    note = (
-        f"{count} good images can promise a false-alarm rate of {expected:.3g} only, not {asked:.3g}: "
-        f"calibrate on at least {needed}"
-    )
+    images = "1 good image" if count == 1 else f"{count} good images"
+    note = f"{images} can promise a false-alarm rate of {expected:.3g} only, not {asked:.3g}: calibrate on at least {needed}"
     warnings.warn(note, CalibrationWarning, stacklevel=3)
     return note

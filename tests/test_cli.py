@@ -22,6 +22,7 @@ import mdps.serving.run  # before a fixture fakes what it imports
 from mdps import __version__
 from mdps.cli import cli, export
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
+from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.terminal import needs, run
 
@@ -235,9 +236,28 @@ def test_calibrating_on_too_few_images_warns_in_one_line(
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     assert run(cli, ["calibrate", str(bundle), str(good)]) == 0
-    err = capsys.readouterr().err
-    assert err.startswith("Warning: 20 good images can promise")
-    assert err.count("\n") == 1
+    streams = capsys.readouterr()
+    assert streams.err.startswith("Warning: 20 good images can promise")
+    assert streams.err.count("\n") == 1
+    threshold, count, rate, following = streams.out.splitlines()
+    assert threshold.startswith("threshold: ")
+    assert "replaces" not in threshold
+    assert count == "calibrated on: 20 good images"
+    assert rate.startswith("false alarms: at most 4.76 % of further good parts, which so few images can promise; 1 % ")
+    assert following == f"next: mdps predict {bundle} IMAGES --out results"
+
+    before = Manifest.read(bundle).calibrations["default"].threshold
+    for extra in sorted(good.iterdir())[1:]:
+        extra.unlink()
+    command = ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.5", "--samples", "1"]
+    assert run(cli, command) == 0
+    threshold, count, rate, following = capsys.readouterr().out.splitlines()
+    assert threshold.endswith(f" (replaces {before:.5g}, of 20 good images)")
+    assert count == "calibrated on: 1 good image"
+    assert rate == "false alarms: at most 50 % of further good parts"
+    assert following == f"next: mdps predict {bundle} IMAGES --out results --samples 1"
+    assert run(cli, ["calibrate", str(bundle), str(good)]) == 0
+    assert capsys.readouterr().err.startswith("Warning: 1 good image can promise")
 
 
 def test_calibrating_on_images_of_more_than_8_bits_warns(

@@ -1,0 +1,35 @@
+"""What a calibration and a bundle are, in a few lines for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mdps.runtime.calibration import Calibration
+
+
+def told_calibration(found: Calibration, before: Calibration | None) -> dict[str, str]:
+    """A calibration that was just stored, `before` being the one whose place it took."""
+    old = "" if before is None else f" (replaces {before.threshold:.5g}, of {images(before)})"
+    return {
+        "threshold": f"{found.threshold:.5g}{old}",
+        "calibrated on": images(found),
+        "false alarms": false_alarms(found),
+    }
+
+
+def false_alarms(calibration: Calibration) -> str:
+    """The promise, and what was asked for where that is something else."""
+    promised, asked = calibration.expected_false_alarm_rate, calibration.false_alarm_rate
+    more = "" if promised <= asked + 1e-9 else f", which so few images can promise; {100 * asked:.3g} % was asked for"
+    return f"at most {100 * promised:.3g} % of further good parts{more}"
+
+
+def images(calibration: Calibration) -> str:
+    """How many, in words."""
+    return f"{calibration.images} good image{'' if calibration.images == 1 else 's'}"
+
+
+def next_predict(bundle: object, options: Mapping[str, Any]) -> str:
+    """The command that comes after a calibration with these options, of which None and defaults are left out."""
+    usual = {"product": "default", "backend": "onnxruntime", "provider": "cpu"}
+    given = [f" --{name} {value}" for name, value in options.items() if value not in (None, usual.get(name))]
+    return f"next: mdps predict {bundle} IMAGES --out results{''.join(given)}"
