@@ -184,6 +184,7 @@ def _warn_if_few(count: int, asked: float, expected: float) -> str:
         return ""
     needed = math.ceil(1 / asked - 1e-9) - 1
     images = "1 good image" if count == 1 else f"{count} good images"
-    note = f"{images} can promise a false-alarm rate of {expected:.3g} only, not {asked:.3g}: calibrate on at least {needed}"
+    promise = f"a false-alarm rate of {expected:.3g} only, not {asked:.3g}"
+    note = f"{images} can promise {promise}: calibrate on at least {needed}"
     warnings.warn(note, CalibrationWarning, stacklevel=3)
     return note

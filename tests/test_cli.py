@@ -167,8 +167,8 @@ def test_predict_says_first_what_is_odd_about_the_images(
     assert run(cli, ["predict", line.bundle, line.images, "--out", str(line.out.with_name("more"))]) == 3
     said = [text for text in capsys.readouterr().err.splitlines() if text.startswith("Warning: ")]
     assert len(said) == 3
-    assert "1 of 5 images have more than 8 bits (such as deep.png)" in said[0]  # torn.png says nothing of itself
-    assert "1 of 5 images are much smaller than the 16 x 16 they are enlarged to (such as tiny.png, 4 x 4)" in said[1]
+    assert "1 of 5 images has more than 8 bits (such as deep.png)" in said[0]  # torn.png says nothing of itself
+    assert "1 of 5 images is much smaller than the 16 x 16 it is enlarged to (such as tiny.png, 4 x 4)" in said[1]
     assert "distorts" in said[2]
 
 
@@ -267,7 +267,7 @@ def test_calibrating_on_images_of_more_than_8_bits_warns(
     shutil.copytree(tiny_bundle, bundle)
     save_12_bits(good / "deep.png")
     assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1"]) == 0
-    assert "1 of 21 images have more than 8 bits (such as deep.png)" in capsys.readouterr().err
+    assert "1 of 21 images has more than 8 bits (such as deep.png)" in capsys.readouterr().err
 
 
 def test_a_bad_image_among_the_good_ones_is_not_left_out_silently(
