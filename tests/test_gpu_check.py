@@ -25,7 +25,7 @@ from mdps.benchmarks.gpu_check.reference import STAGES, Finding, Reference
 from mdps.benchmarks.gpu_check.rows import Row, measured_row, worst
 from mdps.benchmarks.gpu_check.run import Minutes, UsedMemory, Workshop, run_check
 from mdps.benchmarks.gpu_check.stages import PlanRuns
-from mdps.benchmarks.gpu_check.workfolder import Prepared
+from mdps.benchmarks.gpu_check.workfolder import Prepared, parsed
 from mdps.cli import cli
 from mdps.runtime import cards
 from mdps.runtime.cards import Card
@@ -327,7 +327,8 @@ def test_preparing_without_torch_says_what_is_missing(tmp_path: Path, monkeypatc
 def test_preparing_what_cannot_be_made_is_a_reason(tmp_path: Path) -> None:
     workshop = Workshop(Prepared(tmp_path), rounds=1, threads=1)
     row = workshop(item("prepare", 10, thing="demo:fp8"), 300.0, {})
-    assert (row.state, row.reason) == ("skipped", "there is no 'demo:fp8' to prepare")
+    assert row.state == "skipped"
+    assert row.reason.startswith("there is no 'demo:fp8' to prepare: choose among demo:photographs")
 
 
 def test_photographs_are_prepared_for_a_first_verdict(tmp_path: Path) -> None:
@@ -444,12 +445,11 @@ def make(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     links = tmp_path / "links"
     links.mkdir()
     wheel(links, "needed", {"needed.py": "x = 'needed'\n"})
-    main = "import sys, needed\nprint(needed.x, *sys.argv[1:])\n"
-    packages = {
-        f"mdps/{name}": "" for name in ("__init__.py", "benchmarks/__init__.py", "benchmarks/gpu_check/__init__.py")
-    }
+    main = "import os, sys, needed\nprint(needed.x, *sys.argv[1:])\n"
+    main += "print(os.environ['LD_LIBRARY_PATH'], file=sys.stderr)\n"
+    wheel(links, "nvidia", {"nvidia/cu13/lib/libcudart.so": ""})
     (tmp_path / "own").mkdir()
-    own = wheel(tmp_path / "own", "mdps", packages | {"mdps/benchmarks/gpu_check/__main__.py": main}, "needed")
+    own = wheel(tmp_path / "own", "mdps", {"mdps/__init__.py": "", "mdps/cli.py": main}, "needed")
 
     def made(**changes: Any) -> dict[str, Any]:
         options = kit.KitOptions(
@@ -478,6 +478,7 @@ def test_a_kit_installs_without_a_network_and_runs(make: Callable[..., dict[str,
     work = tmp_path / "unpacked" / "prepared"
     assert done.stdout.split() == [
         "needed",
+        "gpu-check",
         "--work",
         str(work),
         "--out",
@@ -486,6 +487,42 @@ def test_a_kit_installs_without_a_network_and_runs(make: Callable[..., dict[str,
         "3",
     ]
     assert "installing" not in there(tmp_path).stderr  # it goes on where it was
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+def test_a_kit_leaves_the_command_with_nvidias_libraries(make: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    make(libraries=("nvidia",))
+    assert there(tmp_path).returncode == 0
+    command = [str(tmp_path / "unpacked" / "mdps"), "predict", "a b"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout == "needed predict a b\n"
+    folder = Path(done.stderr.strip().partition(":")[0])
+    assert folder.is_relative_to(tmp_path / "unpacked" / "venv")
+    assert (folder / "libcudart.so").is_file()
+
+
+def test_a_thing_that_is_none_is_refused_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kit, "_pip", lambda arguments: pytest.fail("something is fetched"))
+    for thing in ("bogus", "demo", "demo:oracle:tensorrt", "mine:fp32", "demo:fp16:tensorrt:x", "authors:photographs"):
+        assert kit.main(["--out", str(tmp_path / "kit"), "--things", f"demo:fp32,{thing}"]) == 2
+        error = capsys.readouterr().err
+        assert f"there is no {thing!r} to prepare" in error
+        assert "demo:fp16:tensorrt-rtx" in error
+    assert not list(tmp_path.glob("kit*"))
+    for thing in kit.THINGS:
+        parsed(thing)
+
+
+@pytest.mark.parametrize("program", ["kit", "prepare"])
+def test_help_lists_what_can_be_prepared(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from mdps.benchmarks.gpu_check import prepare
+
+    with pytest.raises(SystemExit):
+        {"kit": kit, "prepare": prepare}[program].main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(thing in said for thing in ("demo:photographs", "demo:traced", "demo:oracle", "demo:fp16x16"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a shell script")

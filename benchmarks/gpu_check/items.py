@@ -188,7 +188,7 @@ class _Items:
             seconds = PRESENT if self.prepared.has(thing) else PREPARING.get(re.sub(r"x\d+", "", thing), PRESENT)
             network = thing.partition(":")[0]
             seconds = PRESENT if re.fullmatch(r"\w+:\w+x\d+", thing) else seconds  # a matter of links
-            needs = (thing.rpartition(":")[0],) if thing.count(":") > 1 else ()
+            needs: tuple[str, ...] = (thing.rpartition(":")[0],) if thing.count(":") > 1 else ()
             needs += (f"{network}:fp32",) if thing.endswith(":oracle") else ()
             yield Item(f"prepare {thing}", seconds, thing=thing, network=network, needs=needs, on_card=False)
 

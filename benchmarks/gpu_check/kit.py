@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mdps
+from mdps.benchmarks.gpu_check import workfolder
 from mdps.benchmarks.script import exit_code
 from mdps.runtime.atomic import write_bytes, write_text
 from mdps.runtime.errors import MdpsError, UsageError, require
@@ -64,6 +65,8 @@ class KitOptions:
 
     def __post_init__(self) -> None:
         require(self.part_size >= 1000, f"a part should hold at least 1 KB, not {self.part_size} bytes")
+        for thing in self.things:  # before gigabytes of wheels are fetched
+            workfolder.parsed(thing)
         require(
             re.fullmatch(r"3\.\d+", self.python) is not None, f"{self.python!r} is no version of Python such as 3.12"
         )
@@ -258,9 +261,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", default=known.python, help=f"version there [{known.python}]")
     parser.add_argument("--platform", default=known.platform, help=f"of the wheels [{known.platform}]")
     parser.add_argument("--extras", default=",".join(EXTRAS), help=f"of mdps, or none [{','.join(EXTRAS)}]")
-    parser.add_argument("--libraries", default=" ".join(LIBRARIES), help="other packages, or none")
+    parser.add_argument(
+        "--libraries", default=" ".join(LIBRARIES),
+        help=f"other packages, between spaces, or none: CUDA's, which --extras none does not leave out "
+        f"[{' '.join(LIBRARIES)}]",
+    )  # fmt: skip
     parser.add_argument("--with-torch", action="store_true", help="torch and all that exports, some 3 GB")
-    parser.add_argument("--things", default=",".join(THINGS), help="to prepare (see prepare), or none")
+    parser.add_argument(
+        "--things", default=",".join(THINGS), help=f"to prepare, between commas, or none: {workfolder.THINGS}"
+    )
     parser.add_argument("--compute-capability", help="of the cards that plans are for [8.6,8.9,12.0]")
     parser.add_argument("--find-links", type=Path, help="folder with wheels to take from")
     parser.add_argument("--no-index", action="store_true", help="take wheels from --find-links only")

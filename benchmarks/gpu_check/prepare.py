@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mdps.benchmarks import demo
 from mdps.benchmarks.gpu_check.oracle import make_reference
-from mdps.benchmarks.gpu_check.workfolder import KIND, NETWORKS, PHOTOGRAPHS, PLAN_BACKENDS, Prepared
+from mdps.benchmarks.gpu_check.workfolder import KIND, PHOTOGRAPHS, THINGS, Prepared, parsed
 from mdps.benchmarks.script import exit_code
 from mdps.benchmarks.textures import TextureSet
 from mdps.export import ExportOptions, export_bundle
@@ -31,7 +31,7 @@ from mdps.export.plans import add_plans
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.atomic import new_folder
-from mdps.runtime.errors import MdpsError, UsageError, require
+from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.plans import KEY, plans_of
 from mdps.runtime.schedule import NoiseSchedule
@@ -57,7 +57,7 @@ class Maker:
 
     def make(self, thing: str) -> None:
         """One thing, and what it rests on where that is missing; nothing where it is there."""
-        network, kind, *backend = _parsed(thing)
+        network, kind, *backend = parsed(thing)
         if self.prepared.has(thing):
             return
         self.prepared.folder.mkdir(parents=True, exist_ok=True)
@@ -130,16 +130,6 @@ class Maker:
         reference.save(self.prepared.reference(network))
 
 
-def _parsed(thing: str) -> list[str]:
-    parts = thing.split(":")
-    if thing == PHOTOGRAPHS:
-        return parts
-    known = 2 <= len(parts) <= 3 and parts[0] in NETWORKS
-    known = known and (KIND.fullmatch(parts[1]) is not None or parts[1] == "oracle")
-    require(known and (len(parts) == 2 or parts[2] in PLAN_BACKENDS), f"there is no {thing!r} to prepare")
-    return parts
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
@@ -193,7 +183,7 @@ def _say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; what goes wrong is one sentence on stderr."""
     parser = argparse.ArgumentParser(prog="mdps.benchmarks.gpu_check.prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("things", nargs="+", metavar="THING")
+    parser.add_argument("things", nargs="+", metavar="THING", help=THINGS)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--samples", type=_numbers(int), default=(1, 16))
@@ -208,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
             given.authors_size,
         )  # fmt: skip
         for thing in given.things:
-            _parsed(thing)
+            parsed(thing)
         for thing in given.things:
             try:
                 maker.make(thing)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Joins the parts, checks their sums, installs without a network, and runs `mdps gpu-check` with what is given to this.
+# Joins the parts, checks their sums, installs without a network, and runs `mdps gpu-check` with what is given to this. Leaves the
+# command as mdps-kit/mdps.
 # MDPS_KIT is the folder it unpacks to (mdps-kit here), PYTHON the interpreter (python3). What was done is not done again.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -39,10 +40,16 @@ if [ ! -f "$to/installed" ]; then
     : >"$to/installed"
 fi
 
-# Libraries of NVIDIA that came as wheels lie where no loader looks.
-for folder in "$to"/venv/lib/python*/site-packages/nvidia/*/lib; do
+cat >"$to/mdps" <<'END'
+#!/bin/sh
+# The command mdps. Libraries of NVIDIA that came as wheels lie where no loader looks.
+here=$(cd "$(dirname "$0")" && pwd)
+for folder in "$here"/venv/lib/python*/site-packages/nvidia/*/lib; do
     [ -d "$folder" ] && LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 done
 export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}"
+exec "$here/venv/bin/python" -m mdps.cli "$@"
+END
+chmod +x "$to/mdps"
 
-exec "$to/venv/bin/python" -m mdps.benchmarks.gpu_check --work "$to/prepared" --out "$PWD/gpu-check" "$@"
+exec "$to/mdps" gpu-check --work "$to/prepared" --out "$PWD/gpu-check" "$@"

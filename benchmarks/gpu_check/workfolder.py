@@ -4,12 +4,30 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mdps.runtime.errors import require
+
 NETWORKS = ("demo", "authors")
 """The network that ships with mdps, at 64 x 64; the authors' of 33 M parameters with seeded weights, at 256 x 256."""
 KIND = re.compile(r"traced|fp32|fp16|(?P<of>fp32|fp16)x(?P<samples>\d+)")
 """A bundle's precision, or with a torch program in fp32. fp16x16 is for 16 samples an image: a plan has its range."""
 PHOTOGRAPHS = "demo:photographs"
 PLAN_BACKENDS = ("tensorrt-rtx", "tensorrt")
+THINGS = (
+    f"{PHOTOGRAPHS} (to calibrate and judge); of {' and '.join(NETWORKS)}, such as demo: demo:fp32, demo:fp16, "
+    "demo:traced (bundles), demo:fp16x16 (for 16 samples an image), demo:oracle (the oracle's arrays), "
+    f"demo:fp16:{PLAN_BACKENDS[0]} and demo:fp16:{PLAN_BACKENDS[1]} (plans)"
+)
+"""All that can be prepared, in words."""
+
+
+def parsed(thing: str) -> list[str]:
+    """Network, kind and, for plans, backend; UsageError for what is none of THINGS."""
+    network, _, made = thing.partition(":")
+    kind, plans, backend = made.partition(":")
+    is_bundle = KIND.fullmatch(kind) is not None and (not plans or backend in PLAN_BACKENDS)
+    known = (network in NETWORKS and (is_bundle or made == "oracle")) or thing == PHOTOGRAPHS
+    require(known, f"there is no {thing!r} to prepare: choose among {THINGS}")
+    return thing.split(":")
 
 
 @dataclass(frozen=True)
