@@ -141,8 +141,19 @@ def inspect(path: Path, as_json: bool) -> None:
     from mdps.runtime.manifest import FILE_NAME, Manifest
 
     if (path / FILE_NAME).is_file():
-        print_values(Manifest.read(path).to_json(), as_json)
+        from mdps.serving.told import told_bundle
+
+        manifest = Manifest.read(path)
+        if not as_json:
+            print_values(told_bundle(manifest, path), as_json)
+            click.echo("\nAll that its manifest says:")
+        print_values(manifest.to_json(), as_json)
         return
+    if path.is_dir() and not any((path / inner / "config.json").is_file() for inner in (".", "unet")):
+        raise click.UsageError(
+            f"{path} is neither a bundle (a folder with {FILE_NAME}, as `mdps export` writes it) nor a checkpoint (a "
+            "file, or a folder with config.json, as diffusers saves it)"
+        )
     with needs("export"):
         from mdps.models.checkpoints import describe_checkpoint
     report = describe_checkpoint(path)

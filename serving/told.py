@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mdps.runtime.calibration import Calibration
+from mdps.runtime.manifest import Manifest
+
+_MODES = {"paper": "mdps, as the paper has it", "reference": "mdps, as the authors' code has it"}
 
 
 def told_calibration(found: Calibration, before: Calibration | None) -> dict[str, str]:
@@ -13,6 +16,24 @@ def told_calibration(found: Calibration, before: Calibration | None) -> dict[str
         "threshold": f"{found.threshold:.5g}{old}",
         "calibrated on": images(found),
         "false alarms": false_alarms(found),
+    }
+
+
+def told_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
+    """What a bundle is, and whether it gives verdicts."""
+    height, width = manifest.preprocessing.network_size
+    sampler = manifest.settings.sampler
+    known = {
+        product: f"threshold {found.threshold:.5g} of {images(found)}, false alarms {false_alarms(found)}"
+        for product, found in manifest.calibrations.items()
+    }
+    return {
+        "bundle": manifest.name,
+        "images": f"{width} x {height}",
+        "method": _MODES.get(manifest.settings.mode, manifest.settings.mode),
+        "passes": 1 if sampler.masked_pass is None else 2,
+        "made from": manifest.checkpoint.name,
+        "calibrated": known or f"no, it gives no verdicts yet; next: mdps calibrate {folder} GOOD_FOLDER",
     }
 
 

@@ -304,7 +304,30 @@ def test_inspect_says_what_a_bundle_is(tiny_bundle: Path, capsys: pytest.Capture
     assert run(cli, ["inspect", str(tiny_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema_version"] >= 1
     assert run(cli, ["inspect", str(tiny_bundle)]) == 0
-    assert "guidance_backend: onnx" in capsys.readouterr().out
+    summary, everything = capsys.readouterr().out.split("\n\n")
+    assert "guidance_backend: onnx" in everything
+    assert len(summary.splitlines()) == 6
+    assert summary.endswith(f"calibrated: no, it gives no verdicts yet; next: mdps calibrate {tiny_bundle} GOOD_FOLDER")
+
+
+def test_inspect_says_first_how_a_bundle_is_calibrated(line_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, ["inspect", str(line_bundle)]) == 0
+    threshold = Manifest.read(line_bundle).calibrations["default"].threshold
+    assert capsys.readouterr().out.splitlines()[:7] == [
+        "bundle: line",
+        "images: 16 x 16",
+        "method: mdps, as the paper has it",
+        "passes: 2",
+        "made from: line.safetensors",
+        "calibrated:",
+        f"  default: threshold {threshold:.5g} of 20 good images, false alarms at most 9.52 % of further good parts",
+    ]
+
+
+def test_inspect_of_a_folder_of_photographs_says_what_it_takes(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, ["inspect", str(good)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"Error: {good} is neither a bundle (")
 
 
 # Export
