@@ -1,6 +1,7 @@
 """The command line's manners: errors as one sentence, exit codes, values for people or for programs."""
 
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -29,12 +30,17 @@ _DISKS = {
 
 @contextmanager
 def needs(*extras: str) -> Iterator[None]:
-    """Turns a missing package into a sentence that says which extras bring it."""
+    """Turns a missing package into a sentence that says which extras bring it.
+
+    Never `cpu` where an onnxruntime is there: it may be [gpu]'s, which the wheel of [cpu] would overwrite.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "mdps":
             raise
+        if importlib.util.find_spec("onnxruntime") is not None:
+            extras = tuple(extra for extra in extras if extra != "cpu")
         raise click.ClickException(
             f"this command needs {error.name}, which is not installed: pip install 'mdps[{','.join(extras)}]'"
         ) from error

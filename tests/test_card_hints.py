@@ -1,10 +1,12 @@
 """What the commands advise about a card: options that lead there and not back to the processor."""
 
+import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from PIL import Image
 
@@ -16,7 +18,7 @@ from mdps.export.plans import add_plans
 from mdps.runtime import load
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.manifest import Manifest
-from mdps.serving.terminal import run
+from mdps.serving.terminal import needs, run
 
 
 class NamesAsPlans:
@@ -72,6 +74,16 @@ def test_a_bf16_bundle_says_where_it_can_run(line_bundle: Path, tmp_path: Path) 
         load(bundle, calibrated=False)
     with pytest.raises(BackendError, match=r"bf16, which only a card computes: run it with --backend tensorrt-rtx\)$"):
         load(plan(bundle), calibrated=False)
+
+
+@pytest.mark.parametrize(("there", "extras"), [(True, "serve"), (False, "serve,cpu")])
+def test_the_processors_onnxruntime_is_not_advised_over_another(
+    monkeypatch: pytest.MonkeyPatch, there: bool, extras: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    with pytest.raises(click.ClickException) as raised, needs("serve", "cpu"):
+        raise ModuleNotFoundError("No module named 'starlette'", name="starlette")
+    assert raised.value.message.endswith(f"pip install 'mdps[{extras}]'")
 
 
 LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --backend tensorrt-rtx to use them"
