@@ -6,7 +6,9 @@ one, and the card's UUID leads from one to the other.
 """
 
 import ctypes
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from mdps.runtime.errors import BackendError, UsageError
 MIB = 2**20
 _QUERY = ("index", "uuid", "name", "compute_cap", "memory.free", "memory.total", "driver_version")
 _NO_CARD = 100  # CUDA_ERROR_NO_DEVICE
+_TOO_OLD = (35, 803, 804)  # the driver, for the CUDA that is installed: as libraries of CUDA say it, and as it does
+_NAME = re.compile(r"\d+|(gpu-|mig-)?[0-9a-f-]*", re.IGNORECASE)
 _MAJOR_MINOR = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and .._MINOR
 
 
@@ -69,8 +73,11 @@ def cards() -> tuple[Card, ...]:
 def choose(device: str | int | None) -> Place:
     """The card with the index that nvidia-smi shows, or a UUID or its beginning; None: the first one CUDA shows.
 
-    Raises UsageError where there is no such card or CUDA_VISIBLE_DEVICES hides it, BackendError where CUDA has none.
+    Raises UsageError where there can be or is no such card or CUDA_VISIBLE_DEVICES hides it, BackendError where CUDA
+    has none.
     """
+    if device is not None:
+        _check_name(device)
     visible, known = cuda_cards(), cards()
     by_uuid = {_bare(card.uuid): card for card in known}
     if device is None:
@@ -83,12 +90,18 @@ def choose(device: str | int | None) -> Place:
 
 
 def find(device: str | int, known: Sequence[Card]) -> Card:
-    """The card that `choose` means by `device`, among those the machine has; UsageError where there is none or two."""
+    """The card that `choose` means by `device`, among those the machine has.
+
+    Raises UsageError where none of them or two are meant, BackendError where the machine has none.
+    """
     text = str(device).strip()
     if not known:
-        raise UsageError(
-            f"card {text!r} was asked for, but no card is listed here: install NVIDIA's driver, and pip install "
-            "nvidia-ml-py where nvidia-smi is missing"
+        _check_name(text)
+        module = importlib.util.find_spec("pynvml") is not None
+        remedy = "" if module else ", and pip install nvidia-ml-py where nvidia-smi is missing"
+        raise BackendError(
+            f"card {text!r} was asked for, but no card is listed here: install NVIDIA's driver until `nvidia-smi` "
+            f"lists one{remedy}"
         )
     found = [card for card in known if _is_meant(card, text)]
     if len(found) == 1:
@@ -143,7 +156,8 @@ def _driver() -> Any:
         return ctypes.CDLL(name)
     except OSError as error:
         raise BackendError(
-            f"a card was asked for, but NVIDIA's driver cannot be loaded ({error}): install it, or compute on the cpu"
+            f"a card was asked for, but NVIDIA's driver cannot be loaded ({error}): install it, or compute on the "
+            "CPU (leave out --backend and --provider; with `mdps gpu-check` add --cpu)"
         ) from error
 
 
@@ -154,7 +168,8 @@ def _check(library: Any, code: int) -> None:
         text = ctypes.c_char_p()
         library.cuGetErrorString(code, ctypes.byref(text))
         reason = (text.value or b"unknown").decode(errors="replace")
-        raise BackendError(f"CUDA does not start (error {code}, {reason}): repair the driver until `nvidia-smi` works")
+        remedy = "update NVIDIA's driver" if code in _TOO_OLD else "repair the driver until `nvidia-smi` works"
+        raise BackendError(f"CUDA does not start (error {code}, {reason}): {remedy}")
 
 
 def _no_card() -> str:
@@ -167,6 +182,16 @@ def _filter() -> str:
 
 def _because() -> str:
     return f" ({_filter()})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+
+
+def _check_name(device: str | int) -> None:
+    """UsageError for what can name no card on any machine; an empty text is left to `find`."""
+    text = str(device).strip()
+    if not _NAME.fullmatch(text) or text.startswith("-"):
+        raise UsageError(
+            f"there is no card {text!r}: give an index as `nvidia-smi` shows it, or a UUID or its beginning, of "
+            "`nvidia-smi -L`"
+        )
 
 
 def _is_meant(card: Card, text: str) -> bool:

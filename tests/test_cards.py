@@ -1,6 +1,7 @@
 """Cards without a card: a fake NVML, a fake nvidia-smi and a fake CUDA driver stand in for the libraries."""
 
 import ctypes
+import importlib.util
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from mdps.runtime import cards as cards_module
-from mdps.runtime.cards import Card, Place, cards, choose, cuda_cards
+from mdps.runtime.cards import Card, Place, cards, choose, cuda_cards, find
 from mdps.runtime.errors import BackendError, UsageError
 
 GB = 10**9
@@ -177,8 +178,11 @@ def test_cards_that_nothing_lists_can_be_used_but_not_chosen(show, monkeypatch):
     monkeypatch.setattr(cards_module, "cards", lambda: ())
     show(L4)
     assert choose(None) == Place(0, None)
-    with pytest.raises(UsageError, match="no card is listed here"):
-        choose(0)
+    for there, asked in ((True, False), (False, True)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there or None)
+        with pytest.raises(BackendError, match="no card is listed here") as raised:
+            choose(0)
+        assert ("nvidia-ml-py" in str(raised.value)) == asked
 
 
 def test_an_instance_of_a_card_that_is_cut_up_is_no_card_of_the_list(nvml, show):
@@ -200,5 +204,21 @@ def test_a_driver_that_is_missing_or_broken_is_a_sentence(show, monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(BackendError, match=r"driver cannot be loaded \(.*cannot open.*or compute on the cpu"):
-        choose(None)
+    sentence = r"driver cannot be loaded \(.*cannot open.*leave out --backend and --provider; .*gpu-check` add --cpu"
+    for device in (None, "7", "GPU-", "b000"):
+        with pytest.raises(BackendError, match=sentence):
+            choose(device)
+    for device in ("foo", "-1", "cuda:0", "1.5"):  # wrong on every machine, whatever the driver
+        with pytest.raises(UsageError, match=f"there is no card '{device}': give an index"):
+            choose(device)
+        with pytest.raises(UsageError, match=f"there is no card '{device}': give an index"):
+            find(device, ())
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(35, "update NVIDIA's driver"), (803, "update NVIDIA's driver"), (802, "repair the driver")]
+)
+def test_a_driver_that_is_too_old_is_to_be_updated(show, code, remedy):
+    show(fails_with=code)
+    with pytest.raises(BackendError, match=remedy):
+        cuda_cards()
