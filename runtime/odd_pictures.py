@@ -84,7 +84,8 @@ def deep(paths: Sequence[Path], headers: Sequence[Header], kind: str = "images")
     """Says it where files have more than 8 bits."""
     found = [path for path, one in zip(paths, headers, strict=True) if _is_deep(one.mode)]
     if found:
-        yield f"{len(found)} of {len(paths)} {kind} have more than 8 bits (such as {found[0].name}): {_DARK}"
+        have = verb(len(found), "has", "have")
+        yield f"{len(found)} of {len(paths)} {kind} {have} more than 8 bits (such as {found[0].name}): {_DARK}"
 
 
 def small(
@@ -95,14 +96,20 @@ def small(
     found = [(path, one.size) for path, one in zip(paths, headers, strict=True) if _is_small(one.size, resized)]
     if found:
         path, size = found[0]
+        are, they_are = verb(len(found), "is", "are"), verb(len(found), "it is", "they are")
         yield (
-            f"{len(found)} of {len(paths)} {kind} are much smaller than the {width} x {height} they are "
+            f"{len(found)} of {len(paths)} {kind} {are} much smaller than the {width} x {height} {they_are} "
             f"enlarged to (such as {path.name}, {size[0]} x {size[1]}){hint}"
         )
 
 
+def verb(count: int, one: str, many: str) -> str:
+    """The form that agrees with `count`."""
+    return one if count == 1 else many
+
+
 def _is_deep(mode: str) -> bool:
-    return mode.startswith(("I", "F"))
+    return mode.startswith("I")  # floats are read on a scale to 255
 
 
 def _is_small(size: tuple[int, int], resized: tuple[int, int]) -> bool:

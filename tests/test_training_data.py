@@ -149,10 +149,10 @@ def test_data_mistakes_are_told_before_the_first_step(tmp_path, tiny_images, tin
         fit(tmp_path / "nowhere", run, tiny_config, device="cpu")
     data = tmp_path / "data"
     data.mkdir()
-    with pytest.raises(UsageError, match="data holds 0 images"):
+    with pytest.raises(UsageError, match=r"data holds 0 images \(\.bmp, \.jpeg, .*\.webp\); training needs"):
         fit(data, run, tiny_config, device="cpu")
     write(data / "0.png", tiny_images[0])
-    with pytest.raises(UsageError, match="data holds 1 images"):
+    with pytest.raises(UsageError, match=r"data holds 1 image \("):
         fit(data, run, tiny_config, device="cpu")
     (data / "broken.png").write_bytes((data / "0.png").read_bytes()[:40])
     (data / "empty.jpg").write_bytes(b"")
@@ -195,16 +195,32 @@ def test_what_is_odd_is_said_in_one_sentence_each(folder):
     said = sentences(folder)
     for start, words in (
         ("the training images have 2 sizes (16 of 16 x 16, 1 of 40 x 16; wide.png is unlike most)", "distorts"),
-        ("1 of 17 training images have more than 8 bits (such as deep.png)", "convert them to 8 bits"),
+        ("1 of 17 training images has more than 8 bits (such as deep.png)", "convert them to 8 bits"),
         ("3 of 17 training images are grey and the others in colour (black.png", "rarer"),
-        ("1 of 17 training images are copies of others (such as zz_copy.png of 03.png)", "weight"),
-        ("1 of 17 training images show one colour only (such as black.png)", "take them out"),
+        ("1 of 17 training images is a copy of another (such as zz_copy.png of 03.png): it adds", "weight"),
+        ("1 of 17 training images shows one colour only (such as black.png)", "take it out"),
     ):
         found = [sentence for sentence in said if sentence.startswith(start)]
         assert len(found) == 1, (start, said)
         assert words in found[0]
     assert len(said) == 5
     assert all(sentence.count(". ") == 0 for sentence in said)
+
+
+def test_one_grey_image_is_one(folder):
+    write(folder / "grey.png", np.random.default_rng(4).integers(0, 256, (16, 16)))
+    (said,) = sentences(folder)
+    assert said.startswith("1 of 13 training images is grey and the others in colour (grey.png is of the rarer kind)")
+
+
+def test_floats_from_0_to_255_are_no_deep_integers(folder):
+    pixels = np.random.default_rng(6).integers(0, 256, (16, 16)).astype(np.float32)
+    for name in ("a_float.tiff", "b_float.tiff"):
+        Image.fromarray(pixels).save(folder / name)
+    said = sentences(folder)
+    assert not [sentence for sentence in said if "8 bits" in sentence]
+    assert [sentence for sentence in said if sentence.startswith("2 of 14 training images are grey")]
+    assert [sentence for sentence in said if sentence.startswith("1 of 14 training images is a copy")]
 
 
 def test_other_sizes_of_one_aspect_distort_nothing(folder):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mdps.runtime.odd_pictures import deep, header, sizes, small
+from mdps.runtime.odd_pictures import deep, header, sizes, small, verb
 from mdps.training.sources import Images
 
 KIND = "training images"
@@ -41,8 +41,8 @@ def _grey(paths: Sequence[Path], images: Images) -> Iterator[str]:
         rarer = bool(count <= len(paths) / 2)
         name = paths[int(np.flatnonzero(grey == rarer)[0])].name
         yield (
-            f"{count} of {len(paths)} training images are grey and the others in colour ({name} is of the rarer kind): "
-            "the detector will accept both"
+            f"{count} of {len(paths)} training images {verb(count, 'is', 'are')} grey and the others in colour ({name} "
+            "is of the rarer kind): the detector will accept both"
         )
 
 
@@ -54,9 +54,11 @@ def _copies(paths: Sequence[Path], images: Images) -> Iterator[str]:
         if (original := first.setdefault(image.tobytes(), path)) is not path
     ]
     if copies:
+        count = len(copies)
         yield (
-            f"{len(copies)} of {len(paths)} training images are copies of others (such as {copies[0][0].name} of "
-            f"{copies[0][1].name}): they add weight, not variety"
+            f"{count} of {len(paths)} training images {verb(count, 'is a copy of another', 'are copies of others')} "
+            f"(such as {copies[0][0].name} of {copies[0][1].name}): {verb(count, 'it adds', 'they add')} weight, not "
+            "variety"
         )
 
 
@@ -64,4 +66,8 @@ def _flat(paths: Sequence[Path], images: Images) -> Iterator[str]:
     flat = (images == images[:, :1, :1]).all(axis=(1, 2, 3))
     if flat.any():
         name = paths[int(np.flatnonzero(flat)[0])].name
-        yield f"{int(flat.sum())} of {len(paths)} training images show one colour only (such as {name}): take them out"
+        count = int(flat.sum())
+        yield (
+            f"{count} of {len(paths)} training images {verb(count, 'shows', 'show')} one colour only (such as {name}): "
+            f"take {verb(count, 'it', 'them')} out"
+        )

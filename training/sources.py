@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import ImageError, UsageError
-from mdps.runtime.image_files import image_files
+from mdps.runtime.image_files import IMAGE_SUFFIXES, image_files
 from mdps.runtime.preprocessing import Preprocessing, to_uint8
 
 Images = NDArray[np.uint8]
@@ -63,7 +63,10 @@ class FileSource(ArraySource):
 
     def __init__(self, paths: Sequence[Path], preprocessing: Preprocessing, where: str = "the list") -> None:
         if len(paths) < FEWEST:
-            raise UsageError(f"{where} holds {len(paths)} images; training needs at least {FEWEST} of good parts")
+            raise UsageError(
+                f"{where} holds {len(paths)} {'image' if len(paths) == 1 else 'images'} "
+                f"({', '.join(sorted(IMAGE_SUFFIXES))}); training needs at least {FEWEST} of good parts"
+            )
         self.paths = tuple(paths)
         super().__init__(_read_all(paths, preprocessing))
 
