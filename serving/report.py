@@ -89,6 +89,7 @@ def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture
         f"<p>{_counts(rows)}</p>",
         histogram(scores, threshold),
         *(f"<p><em>{note}</em></p>" for note in _left_out(rows)),
+        _legend(threshold) if any(row.map for row in rows) else "",
         image_table(ranked[:MOST_ROWS], picture),
         settings_table({**settings, "mdps": __version__}),
         SCRIPT,
@@ -116,6 +117,30 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def _legend(threshold: float | None) -> str:
+    """What decides, what the tiles of a picture are, and what their colours mean."""
+    if threshold is None:
+        decides = "Without a calibration there is no threshold and no verdict: a larger score is worse."
+        scale = "Each picture has a scale of its own: colours say where, not how much."
+    else:
+        decides = f"The score alone decides: an image fails where it exceeds the threshold, {threshold:.5g}."
+        scale = (
+            "All pictures share one scale, whose middle (orange) is the hottest pixel of the good parts it was "
+            "calibrated on."
+        )
+    return (
+        f"<p>{decides}</p><p>Each picture, from the left:</p><ol>"
+        "<li>the image, as the network sees it;</li>"
+        "<li>the reconstruction: the part as it would be if it were good (nothing but noise: a network that was not "
+        "trained, or not on such images);</li>"
+        "<li>the anomaly map as heat over the darkened image: black is none, then red, yellow, and white the most. "
+        f"{scale}"
+        "</li>"
+        "<li>the image with the mask's contour in green: what the second pass was free to repaint. It decides nothing: "
+        "a pass may carry contours too.</li></ol>"
+    )
+
+
 def image_table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
     """A table of the rows that SCRIPT sorts by a click; `picture` gives a row's picture as HTML. One a page."""
     heads = "".join(f"<th><button>{name}</button></th>" for name in ("path", "verdict", "score", "ms"))
@@ -124,8 +149,7 @@ def image_table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
         show = row.map is not None and pictures < MOST_PICTURES
         pictures += show
         body.append(_row(row, picture(row) if show else ""))
-    caption = "<p>Each picture: image, reconstruction, anomaly map, mask.</p>" if pictures else ""
-    return f'{caption}<table id="images"><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(body)}</tbody></table>'
+    return f'<table id="images"><thead><tr>{heads}<th></th></tr></thead><tbody>{"".join(body)}</tbody></table>'
 
 
 def _row(row: Row, picture: str) -> str:

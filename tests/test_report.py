@@ -53,6 +53,25 @@ def page_of(rows: list[Row], settings: dict[str, str] | None = None) -> Page:
     return Page(render(rows, settings or {}, "Inspection", lambda row: '<img alt="" src="data:,">'))
 
 
+def test_the_page_says_what_decides_and_how_its_pictures_are_read() -> None:
+    page = page_of([row("a", 0.1)])
+    text = " ".join(page.text)
+    assert page.open == []
+    assert page.count("li") == 4  # as many as a picture has tiles
+    for words in (
+        "exceeds the threshold, 0.5.",
+        "contour in green",
+        "a pass may carry contours too",
+        "share one scale",
+    ):
+        assert words in text
+    uncalibrated = Row("a", 0.1, None, None, "maps/a.npy", 12.5)
+    text = " ".join(page_of([uncalibrated]).text)
+    assert "a scale of its own" in text
+    assert "threshold," not in text
+    assert "contour" not in " ".join(page_of([Row("a", verdict="error", error="torn")]).text)
+
+
 def test_the_page_is_well_formed_and_lists_highest_scores_first() -> None:
     page = page_of([row("low", 0.1), row("high", 0.9, "fail"), row("middle", 0.4)])
     assert page.open == []
