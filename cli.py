@@ -288,6 +288,11 @@ def train(
             out, recipe=recipe, image_size=image_size, crop_size=crop_size, base=base
         )
     else:
+        if recipe is None and training.choose_device(options["device"]).type == "cpu":
+            tell(
+                "Warning: the paper's network (33 M parameters, 256 x 256, 2000 epochs) is for a GPU, and this machine "
+                "would train it on its processor, which is far too slow: take --recipe small"
+            )
         recipe = recipe or "paper"
         preprocessing = training.framing(recipe, layout, image_size, crop_size, say=tell)
         sizes = {"image_size": preprocessing.network_size[0], "base": base}

@@ -103,7 +103,8 @@ def test_a_category_gives_its_training_images_only_and_the_papers_crop(tmp_path,
 
     monkeypatch.setattr(training, "fit", fit)
     folder = category(tmp_path / "mvtec", "nut")
-    assert run(cli, ["train", str(folder), "--out", str(tmp_path / "run")]) == 0
+    paper = ["--recipe", "paper", "--out", str(tmp_path / "run")]
+    assert run(cli, ["train", str(folder), *paper]) == 0
     err = capsys.readouterr().err.splitlines()
     assert err[0] == "nut: 10 training images (mvtec-ad)"
     assert "resized to 256 and the centre 224 is cut" in err[1]
@@ -111,9 +112,31 @@ def test_a_category_gives_its_training_images_only_and_the_papers_crop(tmp_path,
     assert seen["config"].network.image_size == 224
     assert (seen["config"].epochs, seen["config"].steps) == (2000, None)
     assert seen["preprocessing"].network_size == (224, 224)
-    assert run(cli, ["train", str(tmp_path / "mvtec" / "nut" / "train" / "good"), "--out", str(tmp_path / "run")]) == 0
+    assert run(cli, ["train", str(tmp_path / "mvtec" / "nut" / "train" / "good"), *paper]) == 0
     assert capsys.readouterr().err == ""
     assert seen["config"].network.image_size == 256
+
+
+def test_the_papers_network_on_a_processor_is_warned_about_where_nobody_asked_for_it(tmp_path, capsys, monkeypatch):
+    import torch
+
+    from mdps import training
+
+    monkeypatch.setattr(training, "fit", lambda *_, **__: tmp_path / "denoiser.safetensors")
+    command = ["train", str(images(tmp_path / "good")), "--out", str(tmp_path / "run")]
+    for card, given, warned in (
+        (False, [], True),
+        (False, ["--recipe", "paper"], False),
+        (False, ["--recipe", "small"], False),
+        (True, [], False),
+        (True, ["--device", "cpu"], True),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda card=card: int(card))
+        assert run(cli, [*command, *given]) == 0
+        err = capsys.readouterr().err
+        assert ("Warning: the paper's network" in err) == warned, (card, given, err)
+        assert ("--recipe small" in err) == warned
 
 
 def test_a_whole_data_set_is_refused_by_naming_a_category(tmp_path, capsys):

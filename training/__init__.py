@@ -10,7 +10,7 @@ from mdps.training.config import (
     small_network,
     small_recipe,
 )
-from mdps.training.engine import first_process
+from mdps.training.engine import choose_device, first_process
 from mdps.training.fit import fit
 from mdps.training.framing import framing
 from mdps.training.launch import fit_in_processes
@@ -30,6 +30,7 @@ __all__ = [
     "StoppedError",
     "TrainingConfig",
     "begun",
+    "choose_device",
     "first_process",
     "fit",
     "fit_in_processes",
