@@ -194,6 +194,9 @@ def _capabilities(_: click.Context, __: click.Parameter, value: str | None) -> t
     if value is None:
         return None
     parts = tuple(part.strip() for part in value.split(","))
+    for part in parts:
+        if re.fullmatch(r"\d{2,3}", part):
+            raise click.BadParameter(f"{part!r} lacks its dot: one is written as {part[:-1]}.{part[-1]}")
     if not all(re.fullmatch(r"\d+\.\d", part) for part in parts):
         raise click.BadParameter(f"{value!r} is no list of compute capabilities such as 8.6,12.0")
     return parts

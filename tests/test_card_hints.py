@@ -86,6 +86,16 @@ def test_the_processors_onnxruntime_is_not_advised_over_another(
     assert raised.value.message.endswith(f"pip install 'mdps[{extras}]'")
 
 
+@pytest.mark.parametrize(("given", "meant"), [("99", "9.9"), ("8.6,120", "12.0"), ("x", "8.6,12.0")])
+def test_a_compute_capability_without_its_dot_is_written_out(
+    capsys: pytest.CaptureFixture[str], given: str, meant: str
+) -> None:
+    assert run(cli, ["export", "--ckpt", "x.pt", "--backend", "tensorrt-rtx", "--compute-capability", given]) == 2
+    said = capsys.readouterr().err
+    assert meant in said
+    assert ("lacks its dot" in said) == (given != "x")
+
+
 LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --backend tensorrt-rtx to use them"
 
 
