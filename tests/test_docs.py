@@ -61,3 +61,18 @@ def test_the_examples_of_a_commands_help_can_be_typed(command: str) -> None:
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def first_steps(name: str, heading: str) -> list[str]:
+    """The commands of the first example below a heading, without comments."""
+    below = (ROOT / name).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    example = re.search(r"(?:^    .*\n)+", below, re.MULTILINE)
+    assert example
+    return [line.partition("  #")[0].strip() for line in example[0].splitlines()]
+
+
+def test_the_first_steps_on_a_card_are_the_same_everywhere() -> None:
+    short = first_steps("README.md", "### You have an RTX card")
+    full = first_steps("docs/gpu.md", "## From a fresh machine to the first verdict")
+    assert len(short) == 6
+    assert full[-6:] == short
