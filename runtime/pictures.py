@@ -40,6 +40,8 @@ def describe(image: object) -> str:
     """How a sentence calls this picture: its path where there is one."""
     if isinstance(image, str | Path):
         return str(image)
+    if isinstance(image, bytes):
+        return "the given file"
     return str(getattr(image, "filename", "") or f"the given {type(image).__name__}")
 
 
@@ -129,7 +131,7 @@ def _check_file(path: Path, name: str) -> None:
 
 
 def _identify(source: Any, name: str) -> "Image.Image":
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -137,6 +139,8 @@ def _identify(source: Any, name: str) -> "Image.Image":
             return Image.open(source)
     except Image.DecompressionBombError:
         raise ImageError(f"{name} has more than {MAX_PIXELS} pixels and is refused") from None
+    except UnidentifiedImageError:  # says no more, and calls the file by a path or an address in memory
+        raise ImageError(f"{name} is not a picture that can be read: its content is of no known kind") from None
     except Exception as error:
         raise ImageError(f"{name} is not a picture that can be read: {_reason(error)}") from error
 

@@ -78,7 +78,8 @@ def predict(
         rows = inspect_folder(detector, bundle, inputs, out, batch=batch, force=force, on_row=printer)
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
-        click.echo(f"{row.path}: {row.error}", err=True)
+        named = row.path in str(row.error)
+        click.echo(row.error if named else f"{row.path}: {row.error}", err=True)
     if printer.error is not None:
         raise printer.error
     click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)

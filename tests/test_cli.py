@@ -177,6 +177,8 @@ def test_predict_of_a_broken_image_alone_is_3_as_its_help_says(
 ) -> None:
     assert run(cli, ["predict", line.bundle, f"{line.images}/torn.png", "--out", str(line.out)]) == 3
     assert (line.out / "report.html").is_file()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.count("torn.png") == 1
     run(cli, ["predict", "--help"])
     assert "3 some images, or all, could not be judged" in capsys.readouterr().out
 

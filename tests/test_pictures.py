@@ -247,3 +247,14 @@ def test_a_grey_file_and_its_colour_copy_are_the_same_observation():
     grey = NOISE.convert("L")
     observe = Preprocessing((16, 16))
     np.testing.assert_array_equal(observe(saved(grey, "PNG")), observe(saved(grey.convert("RGB"), "PNG")))
+
+
+def test_bytes_that_are_no_picture_are_said_to_be_none_without_an_address(tmp_path):
+    said = []
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    for given in (b"no picture", tmp_path / "a.png"):
+        with pytest.raises(ImageError) as error:
+            read_image(given)
+        said.append(str(error.value))
+    reason = "is not a picture that can be read: its content is of no known kind"
+    assert said == [f"the given file {reason}", f"{tmp_path / 'a.png'} {reason}"]

@@ -208,7 +208,7 @@ def test_bytes_of_a_file_are_a_picture():
     buffer = io.BytesIO()
     Image.fromarray(GREY).save(buffer, "PNG")
     np.testing.assert_array_equal(pixels(buffer.getvalue()), grey3(GREY))
-    with pytest.raises(ImageError, match="given bytes"):
+    with pytest.raises(ImageError, match="the given file is not a picture"):
         read_image(b"nothing")
 
 
