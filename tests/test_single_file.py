@@ -388,6 +388,34 @@ def missing(reason: str) -> None:
     pytest.skip(reason)
 
 
+def test_the_node_program_says_what_it_is_given_wrongly(tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        missing("node is not installed")
+    shutil.copy(ROOT / "examples" / "node" / "detect.js", tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    read = "() => { throw new Error('Invalid file signature') }"
+    stand_ins = {
+        "pngjs": f"export const PNG = {{ sync: {{ read: {read} }} }};",
+        "onnxruntime-node": "export default {};",
+    }
+    for name, source in stand_ins.items():
+        package = tmp_path / "node_modules" / name
+        package.mkdir(parents=True)
+        (package / "index.js").write_text(source)
+        (package / "package.json").write_text('{"type": "module", "exports": "./index.js"}')
+    (tmp_path / "notes.txt").write_text("no picture")
+    said = []
+    for given in ([], ["d.onnx"], ["d.onnx", "notes.txt"], ["d.onnx", "gone.png"]):
+        done = subprocess.run(
+            ["node", "detect.js", *given], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        )
+        said.append((done.returncode, done.stdout, done.stderr))
+    usage = (2, "", "usage: node detect.js detector.onnx part.png\n")
+    assert said[:2] == [usage, usage]
+    assert said[2] == (1, "", "notes.txt cannot be read as a PNG file: Invalid file signature\n")
+    assert said[3][2].startswith("gone.png cannot be read as a PNG file: ENOENT")
+
+
 def test_the_node_program(bundle: Path, detector_file: Path, tmp_path: Path) -> None:
     if shutil.which("node") is None or shutil.which("npm") is None:
         missing("node or npm is not installed")

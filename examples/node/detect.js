@@ -4,10 +4,16 @@ import ort from "onnxruntime-node";
 import { PNG } from "pngjs";
 
 const [model, file] = process.argv.slice(2);
-const { width, height, data } = PNG.sync.read(readFileSync(file)); // always RGBA, 8 bits
+if (!file) fail("usage: node detect.js detector.onnx part.png", 2);
+
+// Always RGBA, 8 bits. Nothing turns the picture by its EXIF orientation: a photograph that was taken sideways has to be
+// turned upright first, as the detector was calibrated on upright ones.
+const { width, height, data } = attempt(() => PNG.sync.read(readFileSync(file)), `${file} cannot be read as a PNG file`);
 const rgb = data.filter((_, index) => index % 4 !== 3);
 
-const session = await ort.InferenceSession.create(model);
+const session = await ort.InferenceSession.create(model).catch((error) =>
+  fail(`${model} cannot be loaded as a detector: ${error.message}`, 1),
+);
 const image = new ort.Tensor("uint8", new Uint8Array(rgb), [height, width, 3]);
 const { anomaly_score, threshold, verdict, anomaly_map } = await session.run({ image });
 
@@ -19,3 +25,16 @@ console.log(
     map: anomaly_map.dims,
   }),
 );
+
+function attempt(work, sentence) {
+  try {
+    return work();
+  } catch (error) {
+    return fail(`${sentence}: ${error.message}`, 1);
+  }
+}
+
+function fail(sentence, code) {
+  console.error(sentence);
+  process.exit(code);
+}
