@@ -12,7 +12,7 @@ from typing import Any
 from mdps.runtime.cards import Card, cards
 from mdps.runtime.errors import MdpsError, first_line
 from mdps.runtime.session import PLAN_BACKENDS
-from mdps.runtime.threads import available_cpus
+from mdps.runtime.threads import available_cpus, cpus_limited_by
 from mdps.runtime.versions import installed
 
 # An ONNX model with one node, y = x + x, x float32 [2] (onnx.helper made it; a test reads it back with onnx).
@@ -62,12 +62,16 @@ class ProviderCheck:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `mdps doctor` says. `problems` are sentences with what to do."""
+    """What `mdps doctor` says. `problems` are sentences with what to do.
+
+    `cpus_limited_by` names what makes `cpus` fewer than `cpus_of_host`; None where they are all used.
+    """
 
     python: str
     system: str
     cpus: int
     cpus_of_host: int
+    cpus_limited_by: str | None
     cards: tuple[Card, ...]
     versions: dict[str, str]
     providers: tuple[ProviderCheck, ...]
@@ -97,6 +101,7 @@ def diagnose() -> Diagnosis:
         system=f"{platform.system()} {platform.machine()}",
         cpus=available_cpus(),
         cpus_of_host=os.cpu_count() or 1,
+        cpus_limited_by=cpus_limited_by(),
         cards=cards(),
         versions=versions,
         providers=providers,

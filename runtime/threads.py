@@ -10,8 +10,22 @@ def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
     At least 1. The variable is how processes that share a machine are told to keep to their part, in whatever library.
     """
-    limits = [_affinity(), *_quotas(proc, root), *_asked()]
-    return max(1, math.ceil(min(limits)))
+    return max(1, math.ceil(min(_limits(proc, root).values())))
+
+
+def cpus_limited_by(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> str | None:
+    """What keeps this process from some of the machine's processors, such as `OMP_NUM_THREADS`; None for nothing."""
+    limits = _limits(proc, root)
+    name = min(limits, key=lambda key: limits[key])
+    return name if math.ceil(limits[name]) < (os.cpu_count() or 1) else None
+
+
+def _limits(proc: Path, root: Path) -> dict[str, float]:
+    limits = {"the processors it may run on": _affinity()}
+    for name, some in (("the container's quota", _quotas(proc, root)), ("OMP_NUM_THREADS", _asked())):
+        if some:
+            limits[name] = min(some)
+    return limits
 
 
 def _affinity() -> float:

@@ -68,6 +68,19 @@ def test_here_the_cpu_works() -> None:
     assert diagnosis.to_json()["works"] is True
 
 
+def test_what_keeps_from_using_all_processors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    found = doctor.diagnose()
+    assert (found.cpus, found.cpus_of_host, found.cpus_limited_by) == (1, 64, "OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    assert doctor.diagnose().cpus_limited_by == "the processors it may run on"
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert doctor.diagnose().cpus_limited_by is None
+
+
 def test_a_provider_that_is_listed_but_falls_back_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeSession, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
     tensorrt, cuda, cpu = doctor.diagnose().providers
