@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
@@ -608,9 +609,12 @@ def test_where_mdps_is_installed_as_a_copy_the_working_directory_is_its_source(
             built.append({str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()})
             (tree.parent / "mdps-1.0-py3-none-any.whl").touch()
 
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(kit, "_pip", pip)
     kit.make_kit(tmp_path / "kit", kit.KitOptions(things=()))
     assert built == [{"pyproject.toml", "runtime/x.py", "benchmarks/x.py"}]
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_outside_of_a_clone_nothing_is_left_behind(

@@ -109,11 +109,12 @@ def make_kit(out: Path, options: KitOptions, say: Callable[[str], None] = lambda
 
 
 def _wheels(folder: Path, options: KitOptions, source: Path | None) -> None:
-    own = _own_wheel(source, options) if source else options.wheel
-    assert own is not None
     for old in folder.glob("mdps-*.whl"):
         old.unlink()
-    own = Path(shutil.copy(own, folder))
+    with tempfile.TemporaryDirectory(prefix="mdps-kit-") as built:
+        own = _own_wheel(source, Path(built), options) if source else options.wheel
+        assert own is not None
+        own = Path(shutil.copy(own, folder))
     wanted = [options.requirements[0].replace("mdps", str(own), 1), *options.requirements[1:]]
     command = [
         "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:", "--implementation", "cp",
@@ -140,9 +141,8 @@ def _project(root: Path) -> dict[str, Any]:
     return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def _own_wheel(root: Path, options: KitOptions) -> Path:
+def _own_wheel(root: Path, folder: Path, options: KitOptions) -> Path:
     """Built of what the wheel needs alone: a clone that is worked in also holds bundles, kits and environments."""
-    folder = Path(tempfile.mkdtemp(prefix="mdps-kit-"))
     tree = folder / "tree"
     tree.mkdir()
     packages = {name.split(".")[1] for name in _project(root)["tool"]["setuptools"]["packages"] if "." in name}
