@@ -5,6 +5,7 @@ from typing import Any
 
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.plans import plans_of
 
 _MODES = {"paper": "mdps, as the paper has it", "reference": "mdps, as the authors' code has it"}
 
@@ -23,6 +24,8 @@ def told_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
     """What a bundle is, and whether it gives verdicts."""
     height, width = manifest.preprocessing.network_size
     sampler = manifest.settings.sampler
+    plans = plans_of(manifest)
+    engine = f" --backend {plans[0].backend}" if plans else ""
     known = {
         product: f"threshold {found.threshold:.5g} of {images(found)}, false alarms {false_alarms(found)}"
         for product, found in manifest.calibrations.items()
@@ -33,7 +36,7 @@ def told_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
         "method": _MODES.get(manifest.settings.mode, manifest.settings.mode),
         "passes": 1 if sampler.masked_pass is None else 2,
         "made from": manifest.checkpoint.name,
-        "calibrated": known or f"no, it gives no verdicts yet; next: mdps calibrate {folder} GOOD_FOLDER",
+        "calibrated": known or f"no, it gives no verdicts yet; next: mdps calibrate {folder} GOOD_FOLDER{engine}",
     }
 
 

@@ -139,3 +139,9 @@ def test_a_library_that_loads_says_nothing_of_plans(
     load(plan(bundle)).close()
     assert not recwarn.list
     assert capsys.readouterr().err == ""
+
+
+def test_inspect_leads_to_a_calibration_on_the_plans(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(Manifest.read(plan(bundle)), calibrations={}).write(bundle)
+    assert run(cli, ["inspect", str(bundle)]) == 0
+    assert f"next: mdps calibrate {bundle} GOOD_FOLDER --backend tensorrt-rtx\n" in capsys.readouterr().out
