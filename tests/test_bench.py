@@ -372,6 +372,22 @@ def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(
     assert size.name == "mdps, openvino, 64 x 64"
 
 
+def test_the_one_file_detector_is_a_row_in_the_same_rounds(line_bundle: Path, bundle: Path) -> None:
+    alone = BenchOptions(
+        backends=("onnxruntime",), ways=(), methods=(), peers=(), batches=(), samples=(), rounds=1, warm_up=0,
+        threads=1, matrix_side=64, one_file=True,
+    )  # fmt: skip
+    before = sorted(path.name for path in line_bundle.iterdir())
+    _, file = run_bench(line_bundle, alone).rows
+    assert (file.name, file.skipped, file.score) == ("mdps, one file", None, None)
+    assert file.median_ms is not None
+    assert file.ratio_to_ours is not None
+    assert sorted(path.name for path in line_bundle.iterdir()) == before
+    _, file = run_bench(bundle, alone).rows
+    assert file.skipped is not None
+    assert "mdps calibrate" in file.skipped
+
+
 def test_lines_of_the_plot_are_one_competitor_with_one_thing_varied() -> None:
     size = (32, 32)
     rows = [

@@ -36,6 +36,10 @@ def open_competitor(spec: Spec) -> Competitor:
         from mdps.benchmarks.bench.ours import Ours
 
         return Ours(spec)
+    if spec.kind == "file":
+        from mdps.benchmarks.bench.one_file import OneFile
+
+        return OneFile(spec)
     if spec.kind == "checked":
         from mdps.benchmarks.gpu_check.checked import Checked
 

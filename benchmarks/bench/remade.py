@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mdps.export import ExportOptions, export_bundle
+from mdps.export.single_file import export_single_file
 from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.errors import UsageError
@@ -46,6 +47,10 @@ class Remaker:
         save_resized(denoiser, side, path)
         options = _Alike(backbone_weights=self.backbone_weights, precision=self._precision, like=self.manifest)
         return self._export(path, str(side), options)
+
+    def one_file(self, bundle: Path) -> Path:
+        """That bundle as one ONNX file, which its export compares with it; raises as `export_single_file`."""
+        return export_single_file(bundle, self.folder / "detector.onnx", say=self.say)
 
     @property
     def _precision(self) -> Any:

@@ -16,6 +16,7 @@ from mdps.benchmarks.bench.variations import Variations
 from mdps.runtime.cards import cards, find
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
+from mdps.runtime.session import PLAN_BACKENDS
 from mdps.runtime.threads import available_cpus
 
 BACKENDS = ("onnxruntime", "openvino")
@@ -33,7 +34,7 @@ class BenchOptions:
     """Who takes part and how long. `batches` and `samples` are swept on our backends, 1 apart, which all measure.
 
     `methods` are other detectors on our runtime, `sizes` sides of images that ours is exported for as well: both are
-    made from the checkpoint.
+    made from the checkpoint. `one_file`: the bundle as detector.onnx in plain ONNX Runtime as well.
     """
 
     backends: tuple[str, ...] = BACKENDS
@@ -43,6 +44,7 @@ class BenchOptions:
     batches: tuple[int, ...] = (4,)
     samples: tuple[int, ...] = (4,)
     sizes: tuple[int, ...] = ()
+    one_file: bool = False
     rounds: int = 5
     warm_up: int = 1
     threads: int | None = None
@@ -60,7 +62,8 @@ class BenchOptions:
             ("method", self.methods, METHOD_NAMES), ("peer", self.peers, PEER_NAMES),
         ):  # fmt: skip
             for name in given:
-                require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}")
+                plans = " (`mdps gpu-check` measures engine plans)" if name in PLAN_BACKENDS else ""
+                require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}{plans}")
         require(self.rounds >= 1 and self.warm_up >= 0, "rounds should be at least 1 and warm-up at least 0")
         require(min((1, *self.batches, *self.samples, *self.sizes)) >= 1, "batches, N_s and sizes should be 1 or more")
         for folder in (self.good, self.backbone_weights):
@@ -89,8 +92,9 @@ def _run(
 ) -> Bench:
     rate, *specs = _specs(bundle, options, ckpt)
     methods, absent = _methods(rate, options, variations)
+    files, no_file = _one_file(rate, options, variations)
     machine = machine_facts(manifest)
-    first, *others = _measure([rate, *specs, *methods], options, say)
+    first, *others = _measure([rate, *specs, *files, *methods], options, say)
     ours, samples = baseline(others), manifest.settings.sampler.samples
     yardstick = Yardstick(
         cost=Cost.of(manifest, first.facts.get("forward_flop")),
@@ -100,7 +104,7 @@ def _run(
         matrix_rate=matrix_rate(first),
         image_size=manifest.preprocessing.network_size,
     )
-    rows = [_row(one, yardstick, bundle) for one in [*others, *absent]]
+    rows = [_row(one, yardstick, bundle) for one in [*others, *no_file, *absent]]
     ran = [one for one in others if one.spec.kind == "ours" and one.ms]
     rows += _sweep(ran, yardstick, options, say) + _sizes(ran, yardstick, options, variations, say)
     return Bench(rows, machine | _measured(first, yardstick, ours, options))
@@ -119,6 +123,17 @@ def _methods(common: Spec, options: BenchOptions, variations: Variations) -> tup
     return ready, absent
 
 
+def _one_file(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
+    """The one-file detector where it was asked for: ready, or absent with the reason."""
+    if not options.one_file:
+        return [], []
+    spec = replace(common, name="mdps, one file", kind="file")
+    try:
+        return [replace(spec, variant=str(variations.one_file(Path(common.bundle))))], []
+    except SkippedError as reason:
+        return [], [Measurement(spec, skipped=str(reason))]
+
+
 def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measurement | None = None) -> Row:
     """A row; of a bundle made for this run with its own steps, size and FLOPs."""
     if one.spec.bundle == str(bundle):
@@ -128,7 +143,7 @@ def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measureme
 
 
 def where(device: str) -> tuple[str, str | None]:
-    """Where torch computes, and the UUID of the card where `device` names one; UsageError where there is none such."""
+    """Where torch computes, and the UUID of the card where `device` names one; as `find`."""
     if device in ("cpu", "cuda"):
         return device, None
     return "cuda", find(device, cards()).uuid

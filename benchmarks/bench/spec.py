@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-Kind = Literal["ours", "method", "checked", "torch", "peer", "rate"]
+Kind = Literal["ours", "method", "file", "checked", "torch", "peer", "rate"]
 
 
 class SkippedError(Exception):
@@ -12,9 +12,10 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """One competitor. `variant` is a backend, a way of running torch, or a peer's name; the rest is the same for all.
+    """One competitor. `variant` is a backend, a way of running torch, a peer's name, or the one file's path.
 
-    Another method on our runtime has a `bundle` of its own, and so has ours at another image size.
+    The rest is the same for all. Another method on our runtime has a `bundle` of its own, and so has ours at another
+    image size.
 
     On the device "cuda" the process sees `card` (a UUID) and no other, or all where it is None.
 
