@@ -79,8 +79,9 @@ def check_parity(
     The tolerances are those of `precision`; the oracle computes in float32 whatever it is.
     """
     report = Report(TOLERANCES_OF[precision])
-    pipeline = replace(pipeline, settings=_shortened(pipeline.settings))
     y = _pictures(size)
+    # Both pictures together: a graph that mixes the images of a batch shows.
+    pipeline = replace(pipeline, settings=_shortened(pipeline.settings), at_once=len(y))
     eps = eps_of(denoiser.network, denoiser.prediction, denoiser.schedule)
     with torch.no_grad():
         for index, _ in enumerate(pipeline.settings.sampler.passes):

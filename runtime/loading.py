@@ -283,7 +283,6 @@ class _Opener:
             schedule=self.manifest.schedule,
             settings=self.settings,
             noise=NoiseBank.of(sampler, self.manifest.preprocessing.network_size),
-            max_batch=self.max_batch,
         )
 
     def steps(self, passes: Sequence[int]) -> StepSessions:

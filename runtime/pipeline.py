@@ -70,7 +70,8 @@ class Inspector(Protocol):
 class Pipeline:
     """The method on a set of sessions. `features` is None for a pixel-only score.
 
-    So many images go together that they have at most `max_batch` posterior samples.
+    `at_once` images go through the graphs together. The last digits of a result depend on how many, as an engine sums
+    in another order then, and on a CPU many are hardly faster than one by one.
     """
 
     steps: StepSessions
@@ -79,14 +80,14 @@ class Pipeline:
     schedule: NoiseSchedule
     settings: Settings
     noise: Noise
-    max_batch: int = 8
+    at_once: int = 1
 
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
         """As `Inspector.inspect`."""
         check_range(self.settings, mask_range)
-        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in self._chunks(observations)])
+        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in chunks(observations, self.at_once)])
         check_finite(found.anomaly_map, found.anomaly_score)
         return found
 
@@ -113,7 +114,7 @@ class Pipeline:
     def first_maps(self, observations: Array) -> Array:
         """As `Inspector.first_maps`."""
         clock, parts = _Clock(), []
-        for chunk in self._chunks(observations):
+        for chunk in chunks(observations, self.at_once):
             _, found = self._first(chunk, self._features(chunk, clock), (0.0, 1.0), clock)
             parts.append(found)
         maps, scores = (np.concatenate([part[name] for part in parts]) for name in ("anomaly_map", "anomaly_score"))
@@ -129,9 +130,6 @@ class Pipeline:
         """Close all sessions."""
         for session in self._sessions().values():
             session.close()
-
-    def _chunks(self, observations: Array) -> list[Array]:
-        return chunks(observations, max(1, self.max_batch // self.settings.sampler.samples))
 
     def _sessions(self) -> dict[str, Session]:
         roles = {

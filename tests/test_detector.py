@@ -226,13 +226,12 @@ def test_a_picture_gets_the_same_result_alone_and_in_any_batch(bundle):
     with load(bundle, threads=1, max_batch=4) as detector:
         together = detector.batch(images)
         for image, result in zip(images[::-1], detector.batch(images[::-1]), strict=True):
-            alone = detector(image)
-            np.testing.assert_allclose(result.anomaly_map, alone.anomaly_map, atol=1e-5)
+            np.testing.assert_array_equal(result.anomaly_map, detector(image).anomaly_map)
         for image, result in zip(images, together, strict=True):
             alone = detector(image)
-            assert result.score == pytest.approx(alone.score, abs=1e-5)
-            np.testing.assert_allclose(result.anomaly_map, alone.anomaly_map, atol=1e-5)
-            np.testing.assert_allclose(result.posterior_sample, alone.posterior_sample, atol=1e-5)
+            assert result.score == alone.score  # to the bit: the threshold is the score of a good part
+            np.testing.assert_array_equal(result.anomaly_map, alone.anomaly_map)
+            np.testing.assert_array_equal(result.posterior_sample, alone.posterior_sample)
 
 
 @pytest.mark.parametrize("samples", [2, 5, 16])
@@ -347,12 +346,12 @@ def test_only_the_remaining_images_go_on(exit_bundle):
 
         object.__setattr__(detector._pipeline.steps.guided, "bind", bind)
         gone = sum(result.early_exit for result in detector.batch(MIXED))
-        assert sizes == [16, 2 * (8 - gone)]
+        assert sizes == [2] * (8 + 8 - gone)
         sizes.clear()
         calm = [image for image in MIXED if detector(image).early_exit]
         sizes.clear()
         assert all(result.early_exit for result in detector.batch(calm))
-        assert sizes == [2 * len(calm)]
+        assert sizes == [2] * len(calm)
 
 
 def test_without_an_early_exit_nothing_changes(exit_bundle):
@@ -500,15 +499,16 @@ def test_nan_is_never_a_verdict(tmp_path):
     with load(folder) as detector:
         score = detector._pipeline.score
         run = score.run
+        spoiled = detector.preprocessing(bad())
 
         def spoil(feeds, outputs=None):
             found = run(feeds, outputs)
-            found["anomaly_map"][-1, 0, 0, 0] = np.inf
+            found["anomaly_map"][(feeds["observation"] == spoiled).all(axis=(1, 2, 3)), 0, 0, 0] = np.inf
             return found
 
         score.run = spoil
         with pytest.raises(BackendError, match="NaN or infinite values for image 1 of the batch"):
-            detector.batch([bad(), bad()])
+            detector.batch([good(1)[0], bad()])
         with pytest.raises(BackendError, match="NaN"):
             detector.first_maps(detector.preprocessing(bad())[None])
 

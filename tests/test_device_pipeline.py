@@ -43,7 +43,9 @@ def make_pair(
 ):
     manifest = Manifest.read(bundle)
     settings = change(override(manifest.settings, samples=samples))
+    # As many images at once as on the card, as the last digits depend on that.
     pipeline = open_pipeline(bundle, manifest, settings, opened, threads=1, max_batch=max_batch)
+    pipeline = replace(pipeline, at_once=max(1, max_batch // samples))
     driver = driver or fake_card.FakeDriver()
     with driver.current():
         stream = driver.stream()
