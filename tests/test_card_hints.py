@@ -111,7 +111,7 @@ def commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
         Image.new("RGB", (16, 16)).save(tmp_path / "data" / kind / "good" / "0.png")
     good = str(tmp_path / "data" / "test" / "good")
     return [
-        ["predict", str(bundle), good, "--out", str(tmp_path / "out")],
+        ["predict", str(bundle), good, "--out", str(tmp_path / "out"), "--force"],
         ["calibrate", str(bundle), good],
         ["evaluate", str(bundle), str(tmp_path / "data")],
         ["serve", str(bundle)],
