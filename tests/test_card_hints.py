@@ -96,6 +96,13 @@ def test_a_compute_capability_without_its_dot_is_written_out(
     assert ("lacks its dot" in said) == (given != "x")
 
 
+def test_bench_leads_to_what_measures_plans(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, ["bench", str(bundle), "--backends", "tensorrt-rtx"]) == 2
+    assert "choose among onnxruntime, openvino (`mdps gpu-check` measures engine plans)" in capsys.readouterr().err
+    assert run(cli, ["bench", str(bundle), "--torch", "wrong"]) == 2
+    assert "gpu-check" not in capsys.readouterr().err
+
+
 LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --backend tensorrt-rtx to use them"
 
 
