@@ -145,7 +145,7 @@ def _resident_mb() -> float:
 
 def _memory_growth_mb(bundle: Path, images: list[bytes], count: int) -> float:
     """By how much judging so many images makes this process larger, after the first 50."""
-    with load(bundle, threads=1) as detector:
+    with load(bundle, threads=1, calibrated=False) as detector:
         for index in range(50):
             detector(images[index % len(images)])
         before = _resident_mb()

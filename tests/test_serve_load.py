@@ -75,10 +75,10 @@ def test_serving_adds_little_to_the_runtime(tmp_path, line_bundle, line_images):
     bundle = export_demo(tmp_path / "bundle")
     calibrate_demo(bundle, tmp_path / "good", TextureSet("brick"), 1)
     image = next((tmp_path / "good").rglob("*.png")).read_bytes()
-    found = {"tiny": measure(line_bundle, line_images[0], threads=1, pairs=1000, rounds=15, seconds=4)}
+    found = {"tiny": measure(line_bundle, line_images[0], threads=1, pairs=1000, rounds=9, seconds=4)}
     for threads in sorted({1, available_cpus()}):
         name = f"demo, {threads} threads"
-        found[name] = measure(bundle, image, threads=threads, pairs=120, rounds=7, seconds=24)
+        found[name] = measure(bundle, image, threads=threads, pairs=120, rounds=5, seconds=24)
     if out := os.environ.get("MDPS_OVERHEAD_OUT"):
         text = json.dumps({name: result.to_json() for name, result in found.items()}, indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")
