@@ -162,12 +162,12 @@ fit(images, Path(sys.argv[1]), TrainingConfig.from_json(json.loads(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("minutes", [None, 0.01])
-def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_config, minutes):
+@pytest.mark.parametrize(("minutes", "size"), [(None, (24, 120)), (0.01, (24, 120)), (None, (0, 0))])
+def test_a_terminal_sees_rate_and_time_left_and_a_pipe_nothing(tmp_path, tiny_config, minutes, size):
     config = json.dumps(replace(tiny_config, steps=30, minutes=minutes, log_every=100, checkpoint_every=30).to_json())
     pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 120))
+    termios.tcsetwinsize(theirs, size)  # 0 x 0: `script` in a pipe
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), config]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # so short a run learns nothing
     with subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env=environment) as process:

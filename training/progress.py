@@ -1,5 +1,7 @@
 """The bar on a terminal: how far, how fast, how long still; silent in a pipe."""
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -19,11 +21,21 @@ def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
     return min(1.0, max(step / config.last_step, by_time))
 
 
+def _screen() -> tuple[int | None, int | None]:
+    """Columns and rows where the terminal says 0 of them, for tqdm would show nothing there; None where it knows."""
+    try:
+        columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return None, None
+    return (None if columns else 100), (None if rows else 24)
+
+
 class Progress:
     """Counts steps, or the minutes of a run that ends by the clock; begins at `step`, `share` of the run."""
 
     def __init__(self, config: TrainingConfig, step: int, share: float, shown: bool) -> None:
         by_time = config.minutes is not None
+        columns, rows = _screen()
         # disable=None: a bar on a terminal, nothing in a pipe
         self._bar = tqdm(
             total=1.0 if by_time else config.last_step,
@@ -31,6 +43,8 @@ class Progress:
             unit="step",
             bar_format=BY_TIME if by_time else None,
             disable=None if shown else True,
+            ncols=columns,
+            nrows=rows,
         )
         self._by_time = by_time
         self._next = 0.0
