@@ -8,7 +8,10 @@ Both sides start from the bytes of a file and use the same engine and threads. N
 import http.client
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,15 +27,15 @@ import click
 import numpy as np
 
 from mdps.benchmarks.bench.machine import machine_facts
-from mdps.benchmarks.serve_process import ServerProcess, serving
+from mdps.benchmarks.serve_process import ServerProcess, processor_seconds, serving
 from mdps.runtime import Detector, load
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest
 
 _CLIENTS = 8  # that together keep the server busy
 _IDLE = 0.3  # seconds without work, after which the server counts as idle
-_FEW = 3  # answers
-BATCH = 4
+_FEW = 16  # answers
+_TURN = 1.0  # seconds
 T = TypeVar("T")
 
 # wrk counts whole requests in a whole time, which cuts up to a batch off the end; the moments of the answers do not.
@@ -78,9 +82,9 @@ class Overhead:
 
     Milliseconds are medians over `pairs` of one image, judged by both sides one directly after the other: the speed of
     a machine that others share changes within seconds, and both of a pair see the same. `added_ms` is the median of the
-    pairs' differences, `added_interval_ms` its 95 % confidence interval. Throughputs are medians over rounds,
-    `throughput_share` is the median of the rounds' own comparisons. `processor` is the time of all threads for an image
-    when kept busy, which other work hardly changes.
+    pairs' differences, `added_interval_ms` its 95 % confidence interval. Throughputs are of both sides kept busy, in
+    turns of a second in which the other's process stands still, over `busy_seconds` each; `processor` is the time of
+    all threads for an image meanwhile.
     """
 
     threads: int | None
@@ -89,12 +93,10 @@ class Overhead:
     served_ms: float
     added_ms: float
     added_interval_ms: tuple[float, float]
-    rounds: int
-    bare_batch: int
+    busy_seconds: float
     bare_per_second: float
     served_per_second: float
     throughput_share: float
-    throughput_shares: list[float]
     bare_processor_ms: float
     served_processor_ms: float
     machine: dict[str, Any] = field(default_factory=dict)
@@ -106,12 +108,9 @@ class Overhead:
 
 
 def measure(
-    bundle: Path, image: bytes, *, threads: int | None = 1, pairs: int = 100, rounds: int = 5, seconds: float = 3.0
+    bundle: Path, image: bytes, *, threads: int | None = 1, pairs: int = 100, seconds: float = 20.0
 ) -> Overhead:
-    """Compare in turns: first image by image, then in rounds in which each side is kept busy for so many seconds.
-
-    The runtime is kept busy with single images or with batches, whichever is faster in a round before the others.
-    Which side goes first changes from one turn to the next.
+    """Compare in turns: first image by image, then each side kept busy for so many seconds in all. Linux only.
 
     Raises MdpsError without wrk, and where an answer is refused or wrong.
     """
@@ -119,39 +118,23 @@ def measure(
     if wrk is None:
         raise MdpsError("the load comes from wrk, which is not installed: apt-get install wrk")
     # A long deadline: eight clients of a detector of seconds an image would be refused otherwise.
-    options = (
-        "--batch",
-        str(BATCH),
-        "--deadline-ms",
-        "120000",
-        *(() if threads is None else ("--threads", str(threads))),
-    )
-    with (
-        tempfile.NamedTemporaryFile("w", suffix=".lua") as file,
-        load(bundle, threads=threads) as detector,
-        serving([bundle], *options) as server,
-    ):
-        file.write(_script(image, detector))
-        file.flush()
-        bare, served = _image_by_image(detector, server, image, pairs)
-        batch = max((1, BATCH), key=lambda count: _bare(detector, [image] * count, seconds).per_second)
-        sides: tuple[Callable[[], Phase], Callable[[], Phase]] = (
-            lambda: _bare(detector, [image] * batch, seconds),
-            lambda: _wrk(wrk, server, file.name, seconds),
-        )
-        busy = in_turns(sides, rounds)
-    added = [1000 * (theirs - ours) for ours, theirs in zip(bare, served, strict=True)]
+    options = ("--deadline-ms", "120000", *(() if threads is None else ("--threads", str(threads))))
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as file, serving([bundle], *options) as server:
+        with load(bundle, threads=threads) as detector:
+            bare, served = _image_by_image(detector, server, image, pairs)
+            file.write(_script(image, detector))
+            file.flush()
+        how = ("-t1", f"-c{_CLIENTS}", f"-d{round(2 * seconds)}s", "--timeout", "120s", "-s", file.name)
+        ours, theirs = _kept_busy(bundle, image, threads, server, [wrk, *how, server.url])
+    added = [1000 * (slow - fast) for fast, slow in zip(bare, served, strict=True)]
     return Overhead(
         threads=threads, pairs=pairs,
         bare_ms=1000 * statistics.median(bare), served_ms=1000 * statistics.median(served),
         added_ms=statistics.median(added), added_interval_ms=median_interval(added),
-        rounds=rounds, bare_batch=batch,
-        bare_per_second=statistics.median(ours.per_second for ours, _ in busy),
-        served_per_second=statistics.median(theirs.per_second for _, theirs in busy),
-        throughput_share=statistics.median(theirs.per_second / ours.per_second for ours, theirs in busy),
-        throughput_shares=[theirs.per_second / ours.per_second for ours, theirs in busy],
-        bare_processor_ms=statistics.median(ours.processor_ms for ours, _ in busy),
-        served_processor_ms=statistics.median(theirs.processor_ms for _, theirs in busy),
+        busy_seconds=seconds,
+        bare_per_second=ours.per_second, served_per_second=theirs.per_second,
+        throughput_share=theirs.per_second / ours.per_second,
+        bare_processor_ms=ours.processor_ms, served_processor_ms=theirs.processor_ms,
         machine=machine_facts(Manifest.read(bundle)),
     )  # fmt: skip
 
@@ -212,14 +195,73 @@ def _image_by_image(
     return [ours for ours, _ in found], [theirs for _, theirs in found]
 
 
-def _bare(detector: Detector, images: list[bytes], seconds: float) -> Phase:
-    started, used = time.perf_counter(), time.process_time()
-    count = 0
-    while time.perf_counter() - started < seconds or not count:
-        detector.batch(images)
-        count += len(images)
-    used = time.process_time() - used
-    return Phase(count / (time.perf_counter() - started), 1000 * used / count)
+def _kept_busy(
+    bundle: Path, image: bytes, threads: int | None, server: ServerProcess, load_command: list[str]
+) -> tuple[Phase, Phase]:
+    """The bare runtime in a process of its own and the server under wrk, whose processes run in turns of a second.
+
+    What a turn cuts off goes on in the next, so nothing is lost at its ends.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    moments, sender = spawn.Pipe(duplex=False)
+    bare = spawn.Process(target=_judge_for_ever, args=(bundle, image, threads, sender), daemon=True)
+    bare.start()
+    try:
+        moments.recv()  # it is loaded
+        assert bare.pid is not None
+        sides = (_Turns(bare.pid), _Turns(server.process.pid))
+        with subprocess.Popen(load_command, stdout=subprocess.PIPE, text=True) as load_:
+            while load_.poll() is None:
+                for side in sides:
+                    side.turn()
+            said = load_.communicate()[0]
+        found = [moments.recv() for _ in iter(moments.poll, False)]
+    finally:
+        bare.kill()
+        os.kill(server.process.pid, signal.SIGCONT)
+    _wait_until_idle(server)
+    return sides[0].phase(found, 1), sides[1].phase(_moments(said), _CLIENTS)
+
+
+def _judge_for_ever(bundle: Path, image: bytes, threads: int | None, moments: Connection) -> None:
+    with load(bundle, threads=threads) as detector:
+        while True:
+            detector.batch([image])
+            moments.send(time.monotonic())
+
+
+class _Turns:
+    """A process that runs in turns, and how long it ran before any moment."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._turns = pid, list[tuple[float, float]]()
+        self.stop()
+        self._first = self._last = processor_seconds(pid)
+
+    def turn(self) -> None:
+        """Let it run for a second."""
+        begun = time.monotonic()
+        os.kill(self._pid, signal.SIGCONT)
+        time.sleep(_TURN)
+        self.stop()
+        self._turns.append((begun, time.monotonic()))
+        self._last = processor_seconds(self._pid)
+
+    def stop(self) -> None:
+        """Let it stand still."""
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def phase(self, moments: Sequence[float], clients: int) -> Phase:
+        """What came at these moments of the clock (`time.monotonic`) in the seconds it ran."""
+        if len(moments) < _FEW:
+            raise MdpsError(f"there were {len(moments)} answers in all, too few to compare: give it more --seconds")
+        per_second = rate([self._ran_before(moment) for moment in moments], clients)
+        ran = sum(end - begun for begun, end in self._turns)
+        # The work for those that got no answer in the end counts in what was used too, so not by the answers.
+        return Phase(per_second, 1000 * (self._last - self._first) / ran / per_second)
+
+    def _ran_before(self, moment: float) -> float:
+        return sum(min(end, moment) - begun for begun, end in self._turns if begun < moment)
 
 
 def _script(image: bytes, detector: Detector) -> str:
@@ -228,32 +270,12 @@ def _script(image: bytes, detector: Detector) -> str:
     return _SCRIPT % {"body": body, "score": right.score, "verdict": right.verdict}
 
 
-def _wrk(wrk: str, server: ServerProcess, script: str, seconds: float) -> Phase:
-    command = [
-        wrk,
-        "-t1",
-        f"-c{_CLIENTS}",
-        f"-d{max(1, round(seconds))}s",
-        "--timeout",
-        "120s",
-        "-s",
-        script,
-        server.url,
-    ]
-    used, started = server.processor_seconds(), time.perf_counter()
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used, took = server.processor_seconds() - used, time.perf_counter() - started
-    _wait_until_idle(server)
+def _moments(said: str) -> list[float]:
+    """When wrk got its answers; MdpsError where one was refused or wrong."""
     lines = [line.split("\t") for line in said.splitlines() if "\t" in line]
-    moments = sorted(float(value) for name, value in lines if name == "answer")
-    troubles = sum(int(value) for name, value in lines if name in ("errors", "wrong"))
-    if troubles:
+    if sum(int(value) for name, value in lines if name in ("errors", "wrong")):
         raise MdpsError(f"requests failed under wrk, so there is nothing to compare: {said[:2000]}")
-    if len(moments) < _FEW:
-        raise MdpsError(f"wrk got {len(moments)} answers in {seconds:g} s, too few to compare: give it more --seconds")
-    per_second = rate(moments, _CLIENTS)
-    # The work for those that wrk left without an answer at its end counts in `used` too, so not by the answers.
-    return Phase(per_second, 1000 * used / took / per_second)
+    return sorted(float(value) for name, value in lines if name == "answer")
 
 
 def _wait_until_idle(server: ServerProcess) -> None:
@@ -285,7 +307,6 @@ def rate(moments: Sequence[float], clients: int) -> float:
 @click.argument("image", type=click.Path(path_type=Path, exists=True))
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--pairs", type=click.IntRange(1), default=100, show_default=True, help="Of single images.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
     "--seconds",
     type=click.FloatRange(1),
@@ -294,9 +315,9 @@ def rate(moments: Sequence[float], clients: int) -> float:
     help="Of a side in a round; 24 images at least.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the result (JSON).")
-def main(bundle: Path, image: Path, threads: int, pairs: int, rounds: int, seconds: float, out: Path | None) -> None:
+def main(bundle: Path, image: Path, threads: int, pairs: int, seconds: float, out: Path | None) -> None:
     """Measure what serving BUNDLE adds to its runtime, on IMAGE."""
-    result = measure(bundle, image.read_bytes(), threads=threads, pairs=pairs, rounds=rounds, seconds=seconds)
+    result = measure(bundle, image.read_bytes(), threads=threads, pairs=pairs, seconds=seconds)
     text = json.dumps(result.to_json(), indent=2)
     click.echo(text)
     if out is not None:

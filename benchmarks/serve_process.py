@@ -20,6 +20,12 @@ _WHOLE = 10_000  # events
 _PATIENCE = 120.0  # seconds for a server to be ready, or to stop
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of all threads of a process so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class ServerProcess:
     """A running server: where it listens, what it logged so far (of requests, after the first ones, only their ids).
@@ -64,8 +70,7 @@ class ServerProcess:
 
     def processor_seconds(self) -> float:
         """Processor time of all its threads so far (Linux)."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_seconds(self.process.pid)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""

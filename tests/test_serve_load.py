@@ -75,16 +75,18 @@ def test_serving_adds_little_to_the_runtime(tmp_path, line_bundle, line_images):
     bundle = export_demo(tmp_path / "bundle")
     calibrate_demo(bundle, tmp_path / "good", TextureSet("brick"), 1)
     image = next((tmp_path / "good").rglob("*.png")).read_bytes()
-    found = {"tiny": measure(line_bundle, line_images[0], threads=1, pairs=1000, rounds=9, seconds=4)}
+    found = {"tiny": measure(line_bundle, line_images[0], threads=1, pairs=1000, seconds=20)}
     for threads in sorted({1, available_cpus()}):
         name = f"demo, {threads} threads"
-        found[name] = measure(bundle, image, threads=threads, pairs=120, rounds=5, seconds=24)
+        found[name] = measure(bundle, image, threads=threads, pairs=60, seconds=80)
     if out := os.environ.get("MDPS_OVERHEAD_OUT"):
         text = json.dumps({name: result.to_json() for name, result in found.items()}, indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")
     for name, result in found.items():
-        assert result.added_ms <= 5, name
-        # A request to the tiny detector is mostly HTTP: its throughput is written down and says nothing of serving.
+        # What is added does not depend on the detector. The tiny one shows it to a fraction of a millisecond, a
+        # detector of a second an image only whether it is refuted; of throughput it is the other way round.
+        low, high = result.added_interval_ms
+        assert (high if name == "tiny" else low) <= 5, name
         assert name == "tiny" or result.throughput_share >= 0.95, name
 
 
@@ -118,7 +120,7 @@ def test_serving_takes_little_processor_time(line_bundle, line_images):
     """Also where other work on the machine makes every wall time meaningless."""
     if shutil.which("wrk") is None:
         pytest.skip("the load comes from wrk: apt-get install wrk")
-    result = measure(line_bundle, line_images[0], threads=1, pairs=20, rounds=2, seconds=2)
+    result = measure(line_bundle, line_images[0], threads=1, pairs=20, seconds=3)
     assert result.served_processor_ms - result.bare_processor_ms <= 5
 
 
