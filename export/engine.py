@@ -147,7 +147,8 @@ def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ..
         if capability not in known:
             raise UsageError(
                 f"TensorRT-RTX {library.__version__} builds for compute capability {', '.join(known)}, not "
-                f"{capability}: leave it out of --compute-capability, or use --backend tensorrt on a machine with that card"
+                f"{capability}: leave it out of --compute-capability, or use --backend tensorrt on a machine with "
+                "that card"
             )
     return tuple(sorted(set(capabilities or DEFAULT_CAPABILITIES), key=float))
 
