@@ -158,7 +158,10 @@ def fuzz(target: Target, seed: int, *, cpu_seconds: float, cases: int | None, sa
         report = _merged(report, state)
         if child.exitcode != 0:
             died = "hangs without using CPU time" if stuck else _name(child.exitcode)
-            report.add(died, died, state["case"])
+            if state["case"]:
+                report.add(died, died, state["case"])
+            else:
+                say(f"what makes inputs {died}: on with others")
         say(str(report))
         shared.close()
         if not state["report"].cases and child.exitcode != 0:
@@ -246,6 +249,7 @@ class _Runner:
         begun = time.process_time()
         while self.report.cpu < cpu_seconds and (cases is None or self.report.cases < cases):
             index = self.report.cases
+            _write(self.shared, self.report, {}, index)  # the libraries that make an input may end the process too
             case = corpus[index] if index < len(corpus) else self.another(corpus)
             _write(self.shared, self.report, case, index + 1)
             if self.one(case) and sum(map(len, case.values())) < 200_000:
@@ -257,7 +261,9 @@ class _Runner:
     def another(self, corpus: list[Case]) -> Case:
         while True:
             with suppress(RecursionError):  # a tree so deep that it is read but cannot be walked through
-                return self.target.mutated(self.random.choice(corpus), self.random)
+                case = self.target.mutated(self.random.choice(corpus), self.random)
+                if sum(map(len, case.values())) < _SHARED // 2:  # the parent is shown it
+                    return case
 
     def one(self, case: Case) -> bool:
         """Whether the input reached a line that none before reached."""
