@@ -270,6 +270,15 @@ def test_wrong_types_in_a_config_of_diffusers_are_named(tmp_path, changes):
     refused_checkpoint(tmp_path, f"{next(iter(changes))}|is a diffusers")
 
 
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_a_block_of_the_other_way_is_named(tmp_path, way):
+    other = {"down": "UpBlock2D", "up": "DownBlock2D"}[way]
+    (tmp_path / "config.json").write_text(json.dumps(DIFFUSERS | {f"{way}_block_types": [other]}))
+    tensors = {"conv_in.weight": torch.zeros(8, 3, 3, 3), "conv_out.weight": torch.zeros(3, 8, 3, 3)}
+    save_file(tensors, tmp_path / "diffusion_pytorch_model.safetensors")
+    refused_checkpoint(tmp_path, f"{other}.* on its way {way}")
+
+
 def test_projections_of_unlike_shapes_are_damage(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DIFFUSERS))
     block = "mid_block.attentions.0."

@@ -170,9 +170,10 @@ def describe(config: dict[str, Any], folder: Path) -> Statement:
 def _levels(config: dict[str, Any]) -> tuple[list[bool], bool]:
     """Which levels attend, and whether residual blocks change the resolution, if all blocks agree on it."""
     down, up = config["down_block_types"], config["up_block_types"]
-    for name in [*down, *up]:
-        if name not in _DOWN | _UP:
-            raise CheckpointError(f"has blocks of type {shown(name)}, which is not supported")
+    for names, known, way in ((down, _DOWN, "down"), (up, _UP, "up")):
+        for name in names:
+            if name not in known:
+                raise CheckpointError(f"has blocks of type {shown(name)} on its way {way}, which is not supported")
     if not len(down) == len(up) == len(config["block_out_channels"]):
         raise CheckpointError("has a config.json whose lists of blocks and channels differ in length: it is damaged")
     attention = [_DOWN[name][0] for name in down]
