@@ -29,7 +29,7 @@ BAKED = {
     "score": tuple(field.name for field in fields(ScoreSettings)),
 }
 _USES_TEST_SET = 'the mask range is that of this very test set (mask range "dataset"): these numbers use the test set'
-_LIBRARIES = ("numpy", "pillow", "onnxruntime", "openvino", "scikit-learn")
+_LIBRARIES = ("numpy", "pillow", "onnxruntime", "openvino", "MNN", "scikit-learn")
 
 
 class BundleJudge:

@@ -1,6 +1,6 @@
 """From a checkpoint to a bundle: graphs, weights, manifest, parity gate; a folder that appears whole or not at all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from mdps.export.autograd_count import autograd_operations
 from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
-from mdps.export.norms import ByChannel, Grouped, NormForm
+from mdps.export.mnn import SUFFIX, check_library, write_mnn
+from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import check_parity
@@ -35,12 +36,12 @@ from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import Session, open_session
+from mdps.runtime.session import OWN_FILES, PLAN_BACKENDS, Session, open_session
 from mdps.runtime.settings import Settings
 from mdps.runtime.versions import versions
 
 Say = Callable[[str], None]
-NORM_FORMS: dict[str, NormForm] = {"": Grouped(), "openvino": ByChannel()}
+NORM_FORMS: dict[str, NormForm] = {"": Grouped(), "openvino": ByChannel(), "mnn": ByDepthwise()}
 BATCHED = dict.fromkeys(("x_t", "observation", "mask", "noise", "mask_noise"), ("batch",))
 
 
@@ -70,11 +71,16 @@ def export_bundle(
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
-    builder = options.backend and Builder.of(options.backend, options.compute_capability, options.precision)
+    builder = None
+    if options.backend in PLAN_BACKENDS:
+        builder = Builder.of(options.backend, options.compute_capability, options.precision)
+    elif options.backend == "mnn":
+        check_library()
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
         writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
-        writer.steps(options.guidance_backend)
+        forms = [form for form in NORM_FORMS if form not in OWN_FILES or form == options.backend]
+        writer.steps(options.guidance_backend, forms)
         writer.scoring(backbone)
         if options.count_nodes:
             writer.count_autograd()
@@ -146,7 +152,7 @@ def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Back
             folder = emulated
         pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
         variants = [
-            (_opened(folder / graph.file, "onnxruntime", opened), _opened(folder / file, backend, opened))
+            (backend, _opened(folder / graph.file, "onnxruntime", opened), _opened(folder / file, backend, opened))
             for graph in manifest.graphs.values()
             for backend, file in graph.variants.items()
         ]
@@ -188,8 +194,11 @@ class _Writer:
         self.nodes: dict[str, dict[str, int]] = {}
         self.autograd: dict[str, int] = {}
 
-    def steps(self, backend: str) -> None:
-        """The step graphs the passes need; a plain one always where it shares its weights with the guided one."""
+    def steps(self, backend: str, forms: Sequence[str]) -> None:
+        """The step graphs the passes need, each in these of NORM_FORMS.
+
+        A plain one always, where it shares its weights with the guided one.
+        """
         scales = [one.guidance_scale for one in self.settings.sampler.passes]
         sampler = self.settings.sampler
         rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient, self.denoiser.prediction)
@@ -208,8 +217,8 @@ class _Writer:
             if sampler.gradient == "exact":
                 prepare(network, self.precision)
         for role, step in roles.items():
-            for variant, norms in NORM_FORMS.items():
-                denoiser = StepDenoiser(network, self.denoiser.prediction, norms)
+            for variant in forms:
+                denoiser = StepDenoiser(network, self.denoiser.prediction, NORM_FORMS[variant])
                 self._record(role, variant, step(denoiser, rules), weights)
 
     def scoring(self, backbone: Backbone | None) -> None:
@@ -300,12 +309,17 @@ class _Writer:
 
     def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore, variant: str = "") -> None:
         """`variant` names the backend that a graph in another form is for; without it the graph is for all others."""
-        name = f"{role}.{variant}" if variant else role
-        self.say(f"writing {name}.onnx")
-        write(model, self.folder / f"{name}.onnx", weights)
-        self.nodes[name] = count_nodes(model)
+        own = variant in OWN_FILES
+        name = f"{role}.{variant}" if variant and not own else role
+        file = name + (SUFFIX if own else ".onnx")
+        self.say(f"writing {file}")
+        if own:
+            write_mnn(model, self.folder / file)
+        else:
+            write(model, self.folder / file, weights)
+        self.nodes[file if own else name] = count_nodes(model)
         entry = self.graphs.get(role, GraphEntry(f"{role}.onnx"))
-        self.graphs[role] = replace(entry, variants=entry.variants | {variant: f"{name}.onnx"}) if variant else entry
+        self.graphs[role] = replace(entry, variants=entry.variants | {variant: file}) if variant else entry
 
     def _traced(self, network: nn.Module) -> None:
         self.say("writing denoiser.pt2")

@@ -8,6 +8,8 @@ The convolutions' type is the blocks' type: with half-precision ones (`precision
 gradients between them are half too, while norms, softmax and the time embedding compute in float32.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -126,7 +128,7 @@ def _res_block(form: NormForm, block: ResBlock, x: Tensor, emb: Tensor) -> Linea
         scale, shift = time.chunk(2, dim=1)
         h, out_norm = _norm(form.silu, block.out_layers[0], h, (1 + scale, shift))
     else:
-        h, out_norm = _norm(form.silu, block.out_layers[0], h + time.to(h.dtype))
+        h, out_norm = _norm(partial(form.silu, shift=time), block.out_layers[0], h)
     h, out_conv = _conv(block.out_layers[3], h)
     skip, skip_conv = _conv(block.skip_connection, skip)
 

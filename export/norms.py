@@ -1,8 +1,10 @@
-"""Two ways to write group normalisation and its pullback; they compute the same, engines differ in which is fast.
+"""Three ways to write group normalisation and its pullback; they compute the same, engines differ in which is fast.
 
 `Grouped` reshapes the image to its groups and keeps the normalisation one node, which ONNX Runtime runs in one kernel.
 `ByChannel` takes means of channels and averages these over groups in small products, so that the image keeps its shape:
-OpenVINO then needs no change of layout between convolutions and fuses the arithmetic.
+OpenVINO then needs no change of layout between convolutions and fuses the arithmetic. `ByDepthwise` writes what scales
+and shifts a channel as a depthwise convolution of one tap: MNN runs that in the layout of its convolutions, where plain
+arithmetic of an image and one value a channel would leave it. Such a graph takes one image at a time.
 """
 
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Pullback = Callable[[Tensor], Tensor]
 Linear = tuple[Tensor, Pullback]
@@ -17,13 +20,13 @@ Norm = Callable[[nn.GroupNorm, Tensor, Tensor, Tensor], Linear]
 
 
 class NormForm(Protocol):
-    """Writes one group norm of x [B, C, ...], with gamma and beta broadcastable over it."""
+    """Writes one group norm of x [B, C, ...], with gamma, beta and shift broadcastable over it."""
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
         """h = gamma x_hat + beta, and its pullback."""
 
-    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
-        """h sigmoid(h) of the same h, and its pullback."""
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
+        """h sigmoid(h) of the same h, or of that of x + shift, and its pullback to x."""
 
 
 class Grouped:
@@ -42,8 +45,8 @@ class Grouped:
 
         return x_hat.reshape(x.shape) * gamma + beta, pull
 
-    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
-        h, norm_pullback = self(norm, x, gamma, beta)
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
+        h, norm_pullback = self(norm, x if shift is None else x + shift, gamma, beta)
         s = torch.sigmoid(h)
         y = h * s
         # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
@@ -62,7 +65,8 @@ class ByChannel:
         stats = _Statistics(norm, x, gamma)
         return (x - stats.mean) * stats.factor + beta, stats.pull
 
-    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
+        x = x if shift is None else x + shift
         stats = _Statistics(norm, x, gamma)
         h = (x - stats.mean) * stats.factor + beta
 
@@ -99,6 +103,66 @@ class _Statistics:
         inner = self._by_group(slope * self.gamma) * (self.rstd * self.rstd * self.rstd)
         shift = self.mean * inner - self._by_group(mean_g * self.gamma) * self.rstd
         return g * self.factor - self.x * inner + shift
+
+
+class ByDepthwise:
+    """Means by global pooling, scales and shifts as depthwise convolutions; for one image, B = 1.
+
+    Of each normalisation the pullback keeps the centred input; x itself is not touched again. A shift of the channels
+    goes into the one that centres.
+    """
+
+    def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
+        if x.dim() == 3:  # attention's [1, C, L]
+            y, pullback = self(norm, x.unsqueeze(-1), gamma.unsqueeze(-1), beta.unsqueeze(-1))
+            return y.reshape(x.shape), lambda g: pullback(g.unsqueeze(-1)).reshape(x.shape)
+        centred = _Centred(norm, x, gamma)
+        return _scaled(centred.values, centred.factor, beta), centred.pull
+
+    def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
+        centred = _Centred(norm, x, gamma, shift)
+        h = _scaled(centred.values, centred.factor, beta)
+        s = torch.sigmoid(h)
+        y = h * s
+        return y, lambda g: centred.pull(g * (s + y * (1 - s)))  # as in Grouped.silu
+
+
+class _Centred:
+    """Of one group norm: x + shift without the mean of its group, gamma / std of each channel, and the pullback."""
+
+    def __init__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, shift: Tensor | None = None) -> None:
+        self.groups, self.gamma = norm.num_groups, gamma
+        means = F.adaptive_avg_pool2d(x, 1)
+        mean = self._by_group(means if shift is None else means + shift)
+        # A 1 that no optimiser takes for a constant: MNN's converter knows constant weights with a constant bias only.
+        one = mean * 0 + 1
+        self.values = _scaled(x, one, -mean if shift is None else shift - mean)
+        variance = self._by_group(F.adaptive_avg_pool2d(self.values * self.values, 1))
+        self.rstd = torch.rsqrt(variance + norm.eps)
+        self.factor = gamma * self.rstd
+
+    def pull(self, g: Tensor) -> Tensor:
+        slope = self._by_group(F.adaptive_avg_pool2d(g * self.values, 1) * self.gamma)
+        mean = self._by_group(F.adaptive_avg_pool2d(g, 1) * self.gamma)
+        minus = -self.rstd
+        inner = slope * (minus * minus * minus)
+        return _scaled(g, self.factor, mean * minus) + _scaled(self.values, inner)
+
+    def _by_group(self, means: Tensor) -> Tensor:
+        return F.conv2d(means, _averaging(means, self.groups)[:, :, None, None])
+
+
+def _scaled(x: Tensor, factor: Tensor, shift: Tensor | None = None) -> Tensor:
+    """x [1, C, H, W] * factor + shift, both with one value a channel."""
+    channels = x.shape[1]
+    weight = factor.reshape(channels, 1, 1, 1)
+    return F.conv2d(x, weight, None if shift is None else shift.reshape(channels), groups=channels)
+
+
+def _averaging(means: Tensor, groups: int) -> Tensor:
+    """[C, C]: what turns values of channels, a vector, into the mean of each one's group."""
+    size = means.shape[1] // groups
+    return torch.kron(torch.eye(groups), torch.full((size, size), 1 / size)).to(means.dtype)
 
 
 def _per_channel(x: Tensor) -> list[int]:

@@ -251,6 +251,13 @@ def _avg_pool(
     return g.emit("AveragePool", [g.name(x)], count_include_pad=1, **how)
 
 
+@_operator("adaptive_avg_pool2d")
+def _global_average_pool(g: "Tracer", out: Sequence[Tensor], x: Tensor, size: int) -> list[str]:
+    if size != 1:
+        raise UnsupportedOperatorError(f"the exporter has no ONNX form of adaptive pooling to {size}")
+    return g.emit("GlobalAveragePool", [g.name(x)])
+
+
 @_operator("native_layer_norm")
 def _layer_norm(
     g: "Tracer", out: Sequence[Tensor], x: Tensor, shape: Sequence[int], weight: None, bias: None, eps: float

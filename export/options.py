@@ -11,6 +11,7 @@ from mdps.models.checkpoints import LoadOptions
 from mdps.runtime.errors import require
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.session import PLAN_BACKENDS
 from mdps.runtime.settings import (
     PassSettings,
     SamplerSettings,
@@ -37,8 +38,9 @@ class ExportOptions:
     there, in the same ranges. `backbone_weights` is a file, None what is installed or cached; `roi` is (left, top,
     width, height) in pixels of the photograph; `load` is what the checkpoint does not say.
 
-    `precision` is that of the denoiser's graphs. `backend` names the library whose plans the bundle holds too, for
-    cards of each `compute_capability` and steps of at most `max_batch` samples. With `count_nodes` the manifest also
+    `precision` is that of the denoiser's graphs. `backend` names the library whose own files the bundle holds too:
+    "mnn" the step graphs for a CPU, the others plans for cards of each `compute_capability` and steps of at most
+    `max_batch` samples. With `count_nodes` the manifest also
     says what torch's autograd performs for a guided step, beside the nodes of the graphs.
     """
 
@@ -46,7 +48,7 @@ class ExportOptions:
     method: str | None = None
     guidance_backend: Literal["onnx", "traced"] = "onnx"
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    backend: Literal["tensorrt", "tensorrt-rtx"] | None = None
+    backend: Literal["tensorrt", "tensorrt-rtx", "mnn"] | None = None
     compute_capability: tuple[str, ...] | None = None
     max_batch: int = 8
     count_nodes: bool = False
@@ -82,8 +84,12 @@ class ExportOptions:
             "the guided step: leave one of them out",
         )
         require(
-            self.compute_capability is None or self.backend is not None,
+            self.compute_capability is None or self.backend in PLAN_BACKENDS,
             "--compute-capability is of engine plans, and none are asked for: add --backend tensorrt-rtx",
+        )
+        require(
+            self.backend != "mnn" or (self.precision == "fp32" and self.guidance_backend == "onnx"),
+            "--backend mnn computes ONNX graphs in fp32: leave out --precision and --guidance-backend",
         )
 
     @classmethod

@@ -21,13 +21,14 @@ from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
-from mdps.runtime.session import BACKENDS
+from mdps.runtime.session import BACKENDS, OWN_FILES
 from mdps.runtime.settings import Settings
 from mdps.runtime.user_cache import cache_folder, write_newest
 
 FILE_NAME = "backends.json"
 MEASURED_SECONDS = 1.5
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
+_MODULES = {"mnn": "MNN"}
 
 Probe = Callable[[], object]
 """Does once what is to be compared."""
@@ -58,14 +59,13 @@ class CpuSituation:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def choose(situation: CpuSituation, open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
-    """One of the installed backends: the only one, the remembered one, or the one whose probe runs faster.
+def choose(situation: CpuSituation, names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
+    """One of the backends `names`: the only one, the remembered one, or the one whose probe runs fastest.
 
     `open_probe` opens what a backend needs, closed with the stack it is given; None where there is nothing to compare,
-    which gives the first of BACKENDS. Raises BackendError where no backend is installed or none works; warns with a
-    BackendWarning of all that does not work but leaves a choice.
+    which gives the first name. Raises BackendError where none works; warns with a BackendWarning of all that does not
+    work but leaves a choice.
     """
-    names = installed()
     if open_probe is None or len(names) == 1:
         return names[0]
     if (known := remembered(situation)) in names:
@@ -79,7 +79,9 @@ def choose(situation: CpuSituation, open_probe: Callable[[str, ExitStack], Probe
 
 def installed() -> tuple[str, ...]:
     """Backends whose library is installed, without importing it; BackendError where there is none."""
-    names = tuple(name for name in BACKENDS if importlib.util.find_spec(name) is not None)
+    there = {name: importlib.util.find_spec(_MODULES.get(name, name)) is not None for name in BACKENDS}
+    # ONNX Runtime computes what a backend with files of its own has no file of.
+    names = tuple(name for name in BACKENDS if there[name] and (name not in OWN_FILES or there["onnxruntime"]))
     if not names:
         raise BackendError('no backend is installed: pip install "mdps[cpu]" or "mdps[openvino]"')
     return names

@@ -30,6 +30,7 @@ ENGINE_WHEELS = (
     "onnxruntime-rocm",
 )
 _OPENVINO = "OpenVINO on CPU"
+_MNN = "MNN on CPU"
 _NO_ENGINES = {"AzureExecutionProvider"}  # asks a remote service, runs no graph itself
 _SHOWN = (
     "mdps",
@@ -37,6 +38,7 @@ _SHOWN = (
     "pillow",
     *ENGINE_WHEELS,
     "openvino",
+    "MNN",
     "tensorrt",
     "tensorrt-rtx-cu13-libs",
     "cuda-bindings",
@@ -91,7 +93,7 @@ def diagnose() -> Diagnosis:
     """Examines engine library, providers, processors, GPUs and versions; never raises for what it finds."""
     versions = installed(*_SHOWN)
     providers, fault = _try_providers()
-    others = (*_try_openvino(), *_try_plans())
+    others = (*_try_openvino(), *_try_mnn(), *_try_plans())
     if not _is_there("onnxruntime") and any(check.usable for check in others):
         fault = ""  # nobody needs it then
     providers += others
@@ -111,7 +113,7 @@ def diagnose() -> Diagnosis:
 
 def engine_versions() -> dict[str, str]:
     """Installed versions of the libraries that can run a graph on the CPU, by the names of their wheels."""
-    return installed(*ENGINE_WHEELS, "openvino")
+    return installed(*ENGINE_WHEELS, "openvino", "MNN")
 
 
 def _wheel_problems(versions: dict[str, str]) -> list[str]:
@@ -176,6 +178,23 @@ def _try_openvino() -> tuple[ProviderCheck, ...]:
     except Exception as error:  # an import that fails, or anything the library raises
         return (ProviderCheck(_OPENVINO, False, str(error).strip().split("\n")[-1]),)
     return (_judge(_OPENVINO, result.tolist()),)
+
+
+def _try_mnn() -> tuple[ProviderCheck, ...]:
+    """The backend with files of its own: a sum of its own, for it reads no ONNX file."""
+    if not _is_there("MNN"):
+        return ()
+    from mdps.runtime.mnn import capture_output
+
+    try:
+        with capture_output():
+            import MNN.expr
+
+            x = MNN.expr.const([1.0, 2.5], [2])
+            result = (x + x).read().tolist()
+    except Exception as error:  # an import that fails, or anything the library raises
+        return (ProviderCheck(_MNN, False, first_line(str(error))),)
+    return (_judge(_MNN, result),)
 
 
 def _try_plans() -> tuple[ProviderCheck, ...]:

@@ -17,7 +17,7 @@ from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.plans import plans_of
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
+from mdps.runtime.session import OWN_FILES, PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
 
@@ -55,10 +55,10 @@ def load(
 ) -> Detector:
     """Load the bundle in folder `path`, check every file's hash, and run one image to warm up.
 
-    `backend` is the engine on the CPU: "onnxruntime", "openvino", or "auto" for the faster of the installed ones, which
-    is measured on this bundle for a moment the first time and then remembered (see `choice`, which warns with a
-    BackendWarning where it cannot). The guided step of a bundle made with `--guidance-backend traced` runs in torch
-    whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
+    `backend` is the engine on the CPU: "onnxruntime", "openvino", "mnn" for a bundle exported with `--backend mnn`, or
+    "auto" for the fastest of those installed, which is measured on this bundle for a moment the first time and then
+    remembered (see `choice`, which warns with a BackendWarning where it cannot). The guided step of a bundle made with
+    `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
     "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
 
     `device` is the card for those and for the providers "cuda" and "tensorrt": its index as nvidia-smi shows it, or its
@@ -183,8 +183,12 @@ def choose_backend(
     automatic = backend == "auto"
     check_backend("openvino" if automatic else backend, provider)
     if not automatic:
+        require(
+            runs_on(manifest, backend),
+            f"{path} has no step graphs for the backend {backend}: export it again with --backend {backend}",
+        )
         return backend
-    from mdps.runtime.choice import CpuSituation, Probe, choose, stepper
+    from mdps.runtime.choice import CpuSituation, Probe, choose, installed, stepper
 
     passes = _comparable_passes(manifest, settings)
 
@@ -195,7 +199,14 @@ def choose_backend(
         return stepper(opener.steps(passes), manifest, settings, passes)
 
     situation = CpuSituation.here(manifest, threads or available_cpus(), settings.sampler.samples)
-    return choose(situation, open_probe if passes else None)
+    names = [name for name in installed() if runs_on(manifest, name)]
+    return choose(situation, names, open_probe if passes else None)
+
+
+def runs_on(manifest: Manifest, backend: str) -> bool:
+    """Whether the bundle has the files that this backend needs."""
+    steps = [graph for role, graph in manifest.graphs.items() if role.endswith("_step")]
+    return backend not in OWN_FILES or any(backend in graph.variants for graph in steps)
 
 
 def _comparable_passes(manifest: Manifest, settings: Settings) -> list[int]:
@@ -301,8 +312,9 @@ class _Opener:
         if graph.session == "traced":
             session: Session = self._traced(self.path / graph.file)
         else:
+            backend, file = self._form(graph)
             try:
-                session = open_session(self._file(graph), self.provider, self.threads, self.backend, self._card(role))
+                session = open_session(file, self.provider, self.threads, backend, self._card(role))
             except BackendError as error:
                 raise BackendError(f"{error}{self._remedy()}") from error
         self.opened.callback(session.close)
@@ -324,8 +336,11 @@ class _Opener:
 
         return role_card(self.manifest, role, self.ordinal)
 
-    def _file(self, graph: GraphEntry) -> Path:
-        return self.path / graph.variants.get(self.backend, graph.file)
+    def _form(self, graph: GraphEntry) -> tuple[str, Path]:
+        """What runs the graph, and in which file."""
+        whole = self.backend in OWN_FILES and self.backend not in graph.variants
+        backend = "onnxruntime" if whole else self.backend
+        return backend, self.path / graph.variants.get(backend, graph.file)
 
     def _traced(self, file: Path) -> Session:
         from mdps.runtime.traced import TracedSession

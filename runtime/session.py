@@ -13,7 +13,9 @@ from mdps.runtime.errors import BackendError, require
 if TYPE_CHECKING:
     from mdps.runtime.ort import OnCard
 
-BACKENDS = ("onnxruntime", "openvino")
+BACKENDS = ("onnxruntime", "openvino", "mnn")
+OWN_FILES = ("mnn",)
+"""Those that read no ONNX file: they run the step graphs of which a bundle has their files, ONNX Runtime the others."""
 PLAN_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Those that run a bundle's plans on a card, the loop and all, and have no sessions."""
 Arrays = dict[str, NDArray[Any]]
@@ -74,13 +76,20 @@ def open_session(
     backend: str = "onnxruntime",
     card: "OnCard | None" = None,
 ) -> Session:
-    """The graph in an `.onnx` file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`."""
+    """The graph in a file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`.
+
+    The file is an `.onnx`, or of one of OWN_FILES.
+    """
     check_backend(backend, provider)
     require(backend not in PLAN_BACKENDS, f"the backend {backend} opens plans of a bundle, not a graph")
     if backend == "openvino":
         from mdps.runtime.openvino import OpenVinoSession
 
         return OpenVinoSession(path, threads)
+    if backend == "mnn":
+        from mdps.runtime.mnn import MnnSession
+
+        return MnnSession(path, threads)
     from mdps.runtime.ort import OrtSession
 
     return OrtSession(path, provider, threads, card)

@@ -15,11 +15,11 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable
 PRODUCT = click.option("--product", default="default", show_default=True, help="Which of the bundle's calibrations.")
 BACKEND = click.option(
     "--backend",
-    type=click.Choice(["onnxruntime", "openvino", "auto", "tensorrt", "tensorrt-rtx"]),
+    type=click.Choice(["onnxruntime", "openvino", "mnn", "auto", "tensorrt", "tensorrt-rtx"]),
     default="onnxruntime",
     show_default=True,
-    help="What computes; auto measures once which is faster on this CPU, and remembers. tensorrt and tensorrt-rtx run "
-    "the bundle's engine plans on an NVIDIA card.",
+    help="What computes; auto measures once which is fastest on this CPU, and remembers. mnn, tensorrt and "
+    "tensorrt-rtx, the last two on an NVIDIA card, run a bundle that was exported for them.",
 )
 PROVIDER = click.option(
     "--provider",
@@ -175,8 +175,8 @@ def plan_choices(command: Command) -> Command:
     """Which engine plans an export builds, under the names of `ExportOptions`."""
     options = (
         click.option(
-            "--backend", type=click.Choice(["tensorrt", "tensorrt-rtx"]),
-            help="Build this library's engine plans too (docs/gpu.md).",
+            "--backend", type=click.Choice(["tensorrt", "tensorrt-rtx", "mnn"]),
+            help="Write this library's own files too: engine plans for a card (docs/gpu.md), or graphs for the CPU.",
         ),
         click.option(
             "--compute-capability", callback=_capabilities,
@@ -208,7 +208,8 @@ def bench_choices(command: Command) -> Command:
     options = (
         click.option("--ckpt", type=path, help="The bundle's checkpoint, for torch [default: beside the bundle]."),
         click.option(
-            "--backends", callback=names, default="onnxruntime,openvino", show_default=True, help="Of ours, or none."
+            "--backends", callback=names, default="onnxruntime,openvino,mnn", show_default=True,
+            help="Of ours, or none.",
         ),
         click.option(
             "--torch", "ways", callback=names, default="authors,eager,compile", show_default=True,

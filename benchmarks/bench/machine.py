@@ -9,7 +9,7 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.threads import available_cpus
 from mdps.runtime.versions import installed
 
-PACKAGES = ("mdps", "numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "torch", "timm", "anomalib")
+PACKAGES = ("mdps", "numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "MNN", "torch", "timm", "anomalib")
 
 
 def machine_facts(manifest: Manifest) -> dict[str, Any]:

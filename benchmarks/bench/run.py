@@ -16,10 +16,9 @@ from mdps.benchmarks.bench.variations import Variations
 from mdps.runtime.cards import cards, find
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.session import PLAN_BACKENDS
+from mdps.runtime.session import BACKENDS, PLAN_BACKENDS
 from mdps.runtime.threads import available_cpus
 
-BACKENDS = ("onnxruntime", "openvino")
 WAYS = {
     "authors": "torch, as the authors wrote it",
     "eager": "torch, one forward a step",
