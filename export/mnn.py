@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from mdps.runtime.errors import BackendError, first_line, require
 from mdps.runtime.mnn import WEIGHTS, capture_output, load_library
 
 SUFFIX = ".mnn"
 _CONVERT = "import sys, _tools; _tools.mnnconvert(sys.argv)"
+_NOUGHT = "mnn_nought"
 _UUID = b"00000000-0000-0000-0000-000000000000"
 
 
@@ -57,7 +59,51 @@ def _of_one_image(model: ModelProto) -> ModelProto:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_value = 1
+    _compute_weights(copy)
+    _convolve(copy)
     return onnx.shape_inference.infer_shapes(copy, data_prop=True)
+
+
+def _compute_weights(model: ModelProto) -> None:
+    """Makes constant weights whose bias is computed computed ones too: the converter knows no mixture.
+
+    They become a sum with nought times an input, a thing that no optimiser takes for a constant; equal ones share it.
+    """
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    computed: dict[bytes, str] = {}
+    before: list[NodeProto] = []
+    for node in model.graph.node:
+        weights, bias = [*node.input[1:], "", ""][:2]
+        if node.op_type != "Conv" or weights not in constants or not bias or bias in constants:
+            continue
+        key = numpy_helper.to_array(constants[weights]).tobytes()
+        if key not in computed:
+            computed[key] = f"{weights}_computed"
+            before.append(helper.make_node("Add", [weights, _NOUGHT], [computed[key]], name=computed[key]))
+        node.input[1] = computed[key]
+    if before:
+        scalar = next(value.name for value in model.graph.input if not value.type.tensor_type.shape.dim)
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), f"{_NOUGHT}_factor"))
+        before.insert(0, helper.make_node("Mul", [scalar, f"{_NOUGHT}_factor"], [_NOUGHT], name=_NOUGHT))
+    for node in reversed(before):
+        model.graph.node.insert(0, node)
+
+
+def _convolve(model: ModelProto) -> None:
+    """Products of constant weights and an image as the convolutions that they are: attention's stay in their layout."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        weights = constants.get(node.input[0]) if node.op_type == "MatMul" else None
+        if weights is None or len(weights.dims) != 2:
+            continue
+        name = f"{weights.name}_filters"
+        if name not in constants:
+            filters = numpy_helper.from_array(numpy_helper.to_array(weights)[:, :, None], name)
+            model.graph.initializer.append(filters)
+            constants[name] = filters
+        node.op_type = "Conv"
+        node.input[:] = [node.input[1], name]
+        node.attribute.append(helper.make_attribute("kernel_shape", [1]))
 
 
 def _name_evenly(path: Path) -> None:

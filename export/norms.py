@@ -128,28 +128,33 @@ class ByDepthwise:
 
 
 class _Centred:
-    """Of one group norm: x + shift without the mean of its group, gamma / std of each channel, and the pullback."""
+    """Of one group norm: x + shift without the mean of its group, gamma / std of each channel, and the pullback.
+
+    What is done to one value a channel costs an engine as much as a small image would, so signs and epsilon are in the
+    constants that average.
+    """
 
     def __init__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, shift: Tensor | None = None) -> None:
         self.groups, self.gamma = norm.num_groups, gamma
         means = F.adaptive_avg_pool2d(x, 1)
-        mean = self._by_group(means if shift is None else means + shift)
-        # A 1 that no optimiser takes for a constant: MNN's converter knows constant weights with a constant bias only.
-        one = mean * 0 + 1
-        self.values = _scaled(x, one, -mean if shift is None else shift - mean)
-        variance = self._by_group(F.adaptive_avg_pool2d(self.values * self.values, 1))
-        self.rstd = torch.rsqrt(variance + norm.eps)
-        self.factor = gamma * self.rstd
+        minus_mean = self._by_group(means if shift is None else means + shift, -1.0)
+        self.values = _scaled(x, torch.ones(x.shape[1]), minus_mean if shift is None else shift + minus_mean)
+        self.variance = self._by_group(F.adaptive_avg_pool2d(self.values * self.values, 1), 1.0, norm.eps)
+        self.std = torch.sqrt(self.variance)
+        self.factor = gamma / self.std
 
     def pull(self, g: Tensor) -> Tensor:
-        slope = self._by_group(F.adaptive_avg_pool2d(g * self.values, 1) * self.gamma)
-        mean = self._by_group(F.adaptive_avg_pool2d(g, 1) * self.gamma)
-        minus = -self.rstd
-        inner = slope * (minus * minus * minus)
-        return _scaled(g, self.factor, mean * minus) + _scaled(self.values, inner)
+        minus_slope = self._by_group(F.adaptive_avg_pool2d(g * self.values, 1) * self.gamma, -1.0)
+        minus_mean = self._by_group(F.adaptive_avg_pool2d(g, 1) * self.gamma, -1.0)
+        inner = minus_slope / (self.variance * self.std)
+        return _scaled(g, self.factor, minus_mean / self.std) + _scaled(self.values, inner)
 
-    def _by_group(self, means: Tensor) -> Tensor:
-        return F.conv2d(means, _averaging(means, self.groups)[:, :, None, None])
+    def _by_group(self, means: Tensor, factor: float, added: float = 0.0) -> Tensor:
+        """[1, C, 1, 1] -> the same with every value the mean of its group, times `factor`, and something added."""
+        member = torch.kron(torch.eye(self.groups), torch.ones(means.shape[1] // self.groups, 1)).to(means.dtype)
+        averaging = member.t() * (factor * self.groups / len(member))
+        of_groups = F.conv2d(means, averaging[:, :, None, None])
+        return F.conv2d(of_groups, member[:, :, None, None], torch.full((len(member),), added) if added else None)
 
 
 def _scaled(x: Tensor, factor: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -157,12 +162,6 @@ def _scaled(x: Tensor, factor: Tensor, shift: Tensor | None = None) -> Tensor:
     channels = x.shape[1]
     weight = factor.reshape(channels, 1, 1, 1)
     return F.conv2d(x, weight, None if shift is None else shift.reshape(channels), groups=channels)
-
-
-def _averaging(means: Tensor, groups: int) -> Tensor:
-    """[C, C]: what turns values of channels, a vector, into the mean of each one's group."""
-    size = means.shape[1] // groups
-    return torch.kron(torch.eye(groups), torch.full((size, size), 1 / size)).to(means.dtype)
 
 
 def _per_channel(x: Tensor) -> list[int]:

@@ -58,7 +58,8 @@ def load(
     `backend` is the engine on the CPU: "onnxruntime", "openvino", "mnn" for a bundle exported with `--backend mnn`, or
     "auto" for the fastest of those installed, which is measured on this bundle for a moment the first time and then
     remembered (see `choice`, which warns with a BackendWarning where it cannot). The guided step of a bundle made with
-    `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses among ONNX Runtime's; any but "cpu" excludes the other backends.
+    `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses among ONNX Runtime's; any but
+    "cpu" excludes the other backends.
     "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
 
     `device` is the card for those and for the providers "cuda" and "tensorrt": its index as nvidia-smi shows it, or its
