@@ -1,13 +1,13 @@
 """Where the time of a step goes, by the engines' own profiles: `python -m mdps.benchmarks.step_profile BUNDLE`.
 
-Needs onnxruntime or openvino. The graph runs on one image with the threads this process may use; profiling costs a few
-per cent itself.
+Needs one of onnxruntime, openvino and MNN. The graph runs on one image with the threads this process may use; profiling
+costs a few per cent itself.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,10 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.benchmarks.script import exit_code
+from mdps.runtime.choice import installed
 from mdps.runtime.errors import BundleError
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.mnn import capture_output
 from mdps.runtime.openvino import compile_options
 from mdps.runtime.ort import PROVIDERS, session_options
+from mdps.runtime.session import OWN_FILES
 from mdps.runtime.threads import available_cpus
 
 SCALARS = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1, "guidance_scale": 100.0}
@@ -87,9 +90,43 @@ def table(shares: Shares) -> str:
     return "\n".join(f"| {kind} | {ms:,.1f} | {100 * ms / total:.1f} % |" for kind, ms in rows)
 
 
+def mnn_profile(path: Path, size: tuple[int, int], runs: int) -> Shares:
+    """Of the fastest of `runs`, by the clock around each operation."""
+    with capture_output():
+        import MNN
+
+        net = MNN.Interpreter(str(path))
+        session = net.createSession({"backend": "CPU", "numThread": available_cpus(), "precision": "high"})
+    inputs = net.getSessionInputAll(session)
+    given = feeds_of(list(inputs), size)
+    start, shares = 0.0, dict[str, float]()
+    found: list[Shares] = []
+
+    def before(*_: Any) -> bool:
+        nonlocal start
+        start = time.perf_counter()
+        return True
+
+    def after(_: Any, operation: Any) -> bool:
+        kind = operation.getType()
+        shares[kind] = shares.get(kind, 0.0) + (time.perf_counter() - start) * 1000
+        return True
+
+    for _ in range(runs):
+        for name, tensor in inputs.items():
+            array = np.ascontiguousarray(given[name])
+            kinds = MNN.Halide_Type_Float, array, MNN.Tensor_DimensionType_Caffe
+            tensor.copyFrom(MNN.Tensor(tensor.getShape(), *kinds))
+        shares.clear()
+        net.runSessionWithCallBackInfo(session, before, after)
+        found.append(dict(shares))
+    return min(found, key=lambda one: sum(one.values()))
+
+
 ENGINES: dict[str, Callable[[Path, tuple[int, int], int], Shares]] = {
     "onnxruntime": onnxruntime_profile,
     "openvino": openvino_profile,
+    "mnn": mnn_profile,
 }
 
 
@@ -99,9 +136,10 @@ def report(bundle: Path, role: str, runs: int) -> None:
     graph = manifest.graphs.get(role)
     if graph is None or graph.session != "ort":
         raise BundleError(f"{bundle} has no ONNX graph {role!r}: choose another --graph")
+    there = installed()
     for backend, profile in ENGINES.items():
-        if importlib.util.find_spec(backend) is None:
-            print(f"{backend} is not installed here", file=sys.stderr)
+        if backend not in there or (backend in OWN_FILES and backend not in graph.variants):
+            print(f"{backend} is not installed here, or the bundle has no file for it", file=sys.stderr)
             continue
         file = graph.variants.get(backend, graph.file)
         shares = profile(bundle / file, manifest.preprocessing.network_size, runs)

@@ -59,13 +59,19 @@ class CpuSituation:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def choose(situation: CpuSituation, names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe] | None) -> str:
-    """One of the backends `names`: the only one, the remembered one, or the one whose probe runs fastest.
+def choose(
+    situation: CpuSituation,
+    open_probe: Callable[[str, ExitStack], Probe] | None,
+    has_files: Callable[[str], bool] = lambda _: True,
+) -> str:
+    """One of the installed backends: the only one, the remembered one, or the one whose probe runs fastest.
 
     `open_probe` opens what a backend needs, closed with the stack it is given; None where there is nothing to compare,
-    which gives the first name. Raises BackendError where none works; warns with a BackendWarning of all that does not
-    work but leaves a choice.
+    which gives the first of BACKENDS. `has_files`: whether the bundle has what the backend reads. Raises BackendError
+    where no backend is installed or none works; warns with a BackendWarning of all that does not work but leaves a
+    choice.
     """
+    names = [name for name in installed() if has_files(name)]
     if open_probe is None or len(names) == 1:
         return names[0]
     if (known := remembered(situation)) in names:

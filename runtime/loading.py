@@ -189,7 +189,7 @@ def choose_backend(
             f"{path} has no step graphs for the backend {backend}: export it again with --backend {backend}",
         )
         return backend
-    from mdps.runtime.choice import CpuSituation, Probe, choose, installed, stepper
+    from mdps.runtime.choice import CpuSituation, Probe, choose, stepper
 
     passes = _comparable_passes(manifest, settings)
 
@@ -200,8 +200,7 @@ def choose_backend(
         return stepper(opener.steps(passes), manifest, settings, passes)
 
     situation = CpuSituation.here(manifest, threads or available_cpus(), settings.sampler.samples)
-    names = [name for name in installed() if runs_on(manifest, name)]
-    return choose(situation, names, open_probe if passes else None)
+    return choose(situation, open_probe if passes else None, partial(runs_on, manifest))
 
 
 def runs_on(manifest: Manifest, backend: str) -> bool:

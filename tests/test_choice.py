@@ -164,6 +164,7 @@ def test_a_single_backend_is_taken_unmeasured(cache: Path, monkeypatch: pytest.M
 
 def test_installed_is_what_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "MNN", None)
     assert installed() == ("onnxruntime",)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError, match=r"mdps\[cpu\].*mdps\[openvino\]"):

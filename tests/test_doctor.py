@@ -51,6 +51,7 @@ def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "MNN", None)
 
 
 def test_the_tiny_model_is_a_valid_model_that_doubles() -> None:
@@ -111,6 +112,7 @@ def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "MNN", None)
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
     assert "installed but empty" in diagnosis.problems[0]
@@ -119,6 +121,7 @@ def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setitem(sys.modules, "MNN", None)
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
     assert "pip install 'mdps[cpu]'" in diagnosis.problems[0]
@@ -172,7 +175,7 @@ def plans_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
 
     def put(backend: str = "tensorrt-rtx", capability: str = "8.9", **how: Any) -> FakeDriver:
         driver = FakeDriver(capability)
-        for name in ("onnxruntime", "openvino"):
+        for name in ("onnxruntime", "openvino", "MNN"):
             monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setattr(doctor, "PLAN_BACKENDS", (backend,))
         monkeypatch.setitem(trt.MODULES, backend, "fake_plans")

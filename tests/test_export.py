@@ -38,7 +38,7 @@ def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -
     assert set(manifest.files) == {p.name for p in tiny_bundle.iterdir()} - {"manifest.json"}
     assert manifest.checkpoint.name == small_checkpoint.name
     checks = manifest.parity["checks"]
-    assert set(checks) == set(parity_module.TOLERANCES)
+    assert set(checks) == set(parity_module.TOLERANCES) - {"mnn"}
     assert all(check["error"] <= check["tolerance"] for check in checks.values())
     assert manifest.parity["nodes"]["guided_step"]["Conv"] > manifest.parity["nodes"]["plain_step"]["Conv"]
 

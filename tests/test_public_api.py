@@ -62,7 +62,7 @@ CONFIG = """[mypy]
 strict = true
 mypy_path = .
 explicit_package_bases = true
-[mypy-onnxruntime.*,openvino.*,cuda.*,pycuda.*,pynvml.*,tensorrt.*,tensorrt_rtx.*]
+[mypy-onnxruntime.*,openvino.*,MNN.*,cuda.*,pycuda.*,pynvml.*,tensorrt.*,tensorrt_rtx.*]
 ignore_missing_imports = true
 [mypy-torch.*]
 # Not part of the interface, and half a minute to read.

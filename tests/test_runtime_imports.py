@@ -108,7 +108,8 @@ def test_the_runtime_uses_numpy_pillow_and_one_engine_library_a_module():
     engines = {
         "ort": {"onnxruntime"},
         "openvino": {"openvino"},
-        "doctor": {"onnxruntime", "openvino", "torch"},
+        "mnn": {"MNN"},
+        "doctor": {"onnxruntime", "openvino", "MNN", "torch"},
         "traced": {"torch"},
         "cards": {"pynvml"},
         "cuda": {"cuda", "pycuda"},
@@ -130,7 +131,7 @@ builtins.__import__ = refuse
 import mdps.runtime
 for name in json.loads(sys.argv[1]):
     importlib.import_module("mdps.runtime." + name)
-engines = {"torch", "onnxruntime", "openvino", "PIL.Image"}
+engines = {"torch", "onnxruntime", "openvino", "MNN", "PIL.Image"}
 assert not engines & set(sys.modules), "an engine was loaded before it was needed"
 for name in mdps.runtime.__all__:
     getattr(mdps.runtime, name)

@@ -10,8 +10,10 @@ from mdps.export.single_file import export_single_file
 from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.errors import UsageError
+from mdps.runtime.loading import runs_on
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.session import OWN_FILES
 from mdps.runtime.settings import Settings
 
 
@@ -36,7 +38,7 @@ class Remaker:
             features |= {key: getattr(old.score, key) for key in ("backbone", "stages", "feature_size")}
         options = ExportOptions(
             method=name, samples=old.sampler.samples, seed=old.sampler.seed, crop=seen.crop, crop_size=seen.crop_size,
-            roi=seen.roi, precision=self._precision, load=known_of(self.manifest), **features,
+            roi=seen.roi, precision=self._precision, backend=self._backend, load=known_of(self.manifest), **features,
         )  # fmt: skip
         return self._export(self._checkpoint(), name, options)
 
@@ -45,7 +47,9 @@ class Remaker:
         path = self.folder / f"{side}.safetensors"
         denoiser = load_denoiser(self._checkpoint(), known_of(self.manifest))
         save_resized(denoiser, side, path)
-        options = _Alike(backbone_weights=self.backbone_weights, precision=self._precision, like=self.manifest)
+        options = _Alike(
+            backbone_weights=self.backbone_weights, precision=self._precision, backend=self._backend, like=self.manifest
+        )  # fmt: skip
         return self._export(path, str(side), options)
 
     def one_file(self, bundle: Path) -> Path:
@@ -55,6 +59,11 @@ class Remaker:
     @property
     def _precision(self) -> Any:
         return self.manifest.network.get("precision", "fp32")
+
+    @property
+    def _backend(self) -> Any:
+        """With the files of such a backend where the bundle has them."""
+        return next((name for name in OWN_FILES if runs_on(self.manifest, name)), None)
 
     def _checkpoint(self) -> Path:
         if self.ckpt is None:
