@@ -184,6 +184,8 @@ def _try_mnn() -> tuple[ProviderCheck, ...]:
     """The backend with files of its own: a sum of its own, for it reads no ONNX file."""
     if not _is_there("MNN"):
         return ()
+    if not _is_there("onnxruntime"):
+        return (ProviderCheck(_MNN, False, "it needs onnxruntime beside it, for features and scores"),)
     from mdps.runtime.mnn import capture_output
 
     try:
