@@ -27,7 +27,8 @@ def parse(command: click.Command, words: list[str]) -> None:
         assert words[0] in command.commands, words
         parse(command.commands[words[0]], words[1:])
         return
-    command.make_context(command.name, list(words))
+    # as under its group: click remembers the names of the help option that it was first asked under
+    command.make_context(command.name, list(words), **cli.context_settings)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
