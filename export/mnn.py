@@ -70,13 +70,14 @@ def _compute_weights(model: ModelProto) -> None:
     They become a sum with nought times an input, a thing that no optimiser takes for a constant; equal ones share it.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    computed: dict[bytes, str] = {}
+    computed: dict[tuple[tuple[int, ...], bytes], str] = {}
     before: list[NodeProto] = []
     for node in model.graph.node:
         weights, bias = [*node.input[1:], "", ""][:2]
         if node.op_type != "Conv" or weights not in constants or not bias or bias in constants:
             continue
-        key = numpy_helper.to_array(constants[weights]).tobytes()
+        array = numpy_helper.to_array(constants[weights])
+        key = (array.shape, array.tobytes())
         if key not in computed:
             computed[key] = f"{weights}_computed"
             before.append(helper.make_node("Add", [weights, _NOUGHT], [computed[key]], name=computed[key]))
