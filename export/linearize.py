@@ -8,6 +8,7 @@ The convolutions' type is the blocks' type: with half-precision ones (`precision
 gradients between them are half too, while norms, softmax and the time embedding compute in float32.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -190,7 +191,7 @@ def _resample(layer: nn.Module | None, x: Tensor) -> Linear:
 
 def _downsample(layer: Downsample, x: Tensor) -> Linear:
     if layer.op is None:
-        return F.avg_pool2d(x, 2), lambda g: F.interpolate(g, scale_factor=2.0, mode="nearest") * 0.25
+        return F.avg_pool2d(x, 2), lambda g: F.interpolate(g * 0.25, scale_factor=2.0, mode="nearest")
     if not layer.asymmetric:
         return _conv(layer.op, x)
     y, pullback = _conv(layer.op, F.pad(x, (0, 1, 0, 1)))
@@ -214,23 +215,45 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
     q, k, v = split_heads(qkv, block.heads, block.new_order)
     scale = (channels // block.heads) ** -0.5
     q = q * scale  # before the product, whose sums could overflow in half precision
-    weights = torch.softmax((q.transpose(-1, -2) @ k).float(), dim=-1).to(x.dtype)
-    # The weights, the largest matrix of the block, are never the factor that an engine has to turn round or pack.
-    attended = (weights @ v.transpose(-1, -2)).transpose(-1, -2)
+    parts = [_attend(*heads) for heads in zip(*(_heads(form, tensor) for tensor in (q, k, v)), strict=True)]
+    attended = _joined([part for part, _ in parts])
     out = flat + proj_weight @ attended.reshape(flat.shape) + _channels(block.proj_out.bias, flat)
 
     def pull(g: Tensor) -> Tensor:
         flat_g = g.reshape(flat.shape)
         g_attended = (proj_weight.t() @ flat_g).reshape(attended.shape)
-        g_v = g_attended @ weights
-        # The softmax rule needs sum_s dW[t, s] W[t, s], which equals sum_c g[c, t] attended[c, t].
-        inner = (g_attended.float() * attended.float()).sum(dim=-2).unsqueeze(-1)
-        g_logits = (weights.float() * ((g_attended.transpose(-1, -2) @ v).float() - inner)).to(x.dtype)
-        g_q = (g_logits @ k.transpose(-1, -2)).transpose(-1, -2) * scale
-        g_qkv = _join_heads(g_q, q @ g_logits, g_v, block.new_order)
+        pieces = _heads(form, g_attended)
+        pulled = [pullback(piece) for (_, pullback), piece in zip(parts, pieces, strict=True)]
+        g_q, g_k, g_v = (_joined(tensors) for tensors in zip(*pulled, strict=True))
+        g_qkv = _join_heads(g_q * scale, g_k, g_v, block.new_order)
         return (flat_g + norm_pullback(qkv_weight.t() @ g_qkv)).reshape(g.shape)
 
     return out.reshape(x.shape), pull
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """softmax_s(q_t k_s) v_s, as q, k and v [B, heads, C / heads, L]; its pullback gives the gradients of all three."""
+    weights = torch.softmax((q.transpose(-1, -2) @ k).float(), dim=-1).to(q.dtype)
+    # The weights, the largest matrix of the block, are never the factor that an engine has to turn round or pack.
+    attended = (weights @ v.transpose(-1, -2)).transpose(-1, -2)
+
+    def pull(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The softmax rule needs sum_s dW[t, s] W[t, s], which equals sum_c g[c, t] attended[c, t].
+        inner = (g.float() * attended.float()).sum(dim=-2).unsqueeze(-1)
+        g_logits = (weights.float() * ((g.transpose(-1, -2) @ v).float() - inner)).to(q.dtype)
+        return (g_logits @ k.transpose(-1, -2)).transpose(-1, -2), q @ g_logits, g @ weights
+
+    return attended, pull
+
+
+def _heads(form: NormForm, tensor: Tensor) -> Sequence[Tensor]:
+    """The heads of [B, heads, C / heads, L] one by one where the engine wants them apart, else all as one."""
+    return torch.split(tensor, 1, dim=1) if form.heads_apart else (tensor,)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `_heads`."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _join_heads(q: Tensor, k: Tensor, v: Tensor, new_order: bool) -> Tensor:

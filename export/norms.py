@@ -16,11 +16,15 @@ from torch.nn import functional as F
 
 Pullback = Callable[[Tensor], Tensor]
 Linear = tuple[Tensor, Pullback]
+_FEW_CHANNELS = 128  # up to which one product of a channels x channels matrix costs less than two small ones
 Norm = Callable[[nn.GroupNorm, Tensor, Tensor, Tensor], Linear]
 
 
 class NormForm(Protocol):
     """Writes one group norm of x [B, C, ...], with gamma, beta and shift broadcastable over it."""
+
+    heads_apart: bool
+    """Whether attention's heads are products of their own and not a batch of products."""
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
         """h = gamma x_hat + beta, and its pullback."""
@@ -31,6 +35,8 @@ class NormForm(Protocol):
 
 class Grouped:
     """The normalisation over [B, groups, n] as one node."""
+
+    heads_apart = False
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
         grouped = x.reshape(x.shape[0], norm.num_groups, -1)
@@ -49,8 +55,9 @@ class Grouped:
         h, norm_pullback = self(norm, x if shift is None else x + shift, gamma, beta)
         s = torch.sigmoid(h)
         y = h * s
-        # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s): nothing but what the forward pass has already
-        return y, lambda g: norm_pullback(g * (s + y * (1 - s)))
+        # d silu / dh = s (1 + h (1 - s)) = s + y (1 - s); here, so that one image waits for the pullback and not two
+        slope = s + y * (1 - s)
+        return y, lambda g: norm_pullback(g * slope)
 
 
 class ByChannel:
@@ -60,6 +67,8 @@ class ByChannel:
     signs turned), so that an engine does not keep the forward pass's values for it: a chain of arithmetic is one kernel
     there, and reading one image is cheaper than storing and reading three.
     """
+
+    heads_apart = False
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
         stats = _Statistics(norm, x, gamma)
@@ -112,6 +121,8 @@ class ByDepthwise:
     goes into the one that centres.
     """
 
+    heads_apart = True
+
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
         if x.dim() == 3:  # attention's [1, C, L]
             y, pullback = self(norm, x.unsqueeze(-1), gamma.unsqueeze(-1), beta.unsqueeze(-1))
@@ -120,11 +131,14 @@ class ByDepthwise:
         return _scaled(centred.values, centred.factor, beta), centred.pull
 
     def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
-        centred = _Centred(norm, x, gamma, shift)
-        h = _scaled(centred.values, centred.factor, beta)
-        s = torch.sigmoid(h)
-        y = h * s
-        return y, lambda g: centred.pull(g * (s + y * (1 - s)))  # as in Grouped.silu
+        # of -h, as the engine would take h sigmoid(h) for one operation and compute the sigmoid once more
+        centred = _Centred(norm, x, -gamma, shift)
+        n = _scaled(centred.values, centred.factor, -beta)
+        q = torch.sigmoid(n)
+        minus_s = q - 1
+        y = n * minus_s
+        slope = minus_s - y * q  # as in Grouped.silu, of n
+        return y, lambda g: centred.pull(g * slope)
 
 
 class _Centred:
@@ -153,8 +167,10 @@ class _Centred:
         """[1, C, 1, 1] -> the same with every value the mean of its group, times `factor`, and something added."""
         member = torch.kron(torch.eye(self.groups), torch.ones(means.shape[1] // self.groups, 1)).to(means.dtype)
         averaging = member.t() * (factor * self.groups / len(member))
-        of_groups = F.conv2d(means, averaging[:, :, None, None])
-        return F.conv2d(of_groups, member[:, :, None, None], torch.full((len(member),), added) if added else None)
+        bias = torch.full((len(member),), added) if added else None
+        if len(member) <= _FEW_CHANNELS:
+            return F.conv2d(means, (member @ averaging)[:, :, None, None], bias)
+        return F.conv2d(F.conv2d(means, averaging[:, :, None, None]), member[:, :, None, None], bias)
 
 
 def _scaled(x: Tensor, factor: Tensor, shift: Tensor | None = None) -> Tensor:
