@@ -32,6 +32,8 @@ def reordered(content: bytes, ranks: Mapping[str, int]) -> bytes:
         needs = [_numbers(data, table, _INPUTS) for table in tables]
         makes = [_numbers(data, table, _OUTPUTS) for table in tables]
         names = [_text(data, table) for table in tables]
+        if ranks and ranks.keys().isdisjoint(names):
+            raise IndexError("it names no operation of the graph")
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise BackendError(f"what MNN's converter wrote is not a file of MNN 3 ({error})") from error
     order = _order(needs, makes, [ranks.get(name) for name in names])
@@ -85,7 +87,10 @@ def _elements(data: bytearray, slot: int) -> list[int]:
     if not slot:
         return []
     start = _table(data, slot)
-    return [start + 4 + 4 * i for i in range(struct.unpack_from("<I", data, start)[0])]
+    (count,) = struct.unpack_from("<I", data, start)
+    if start + 4 + 4 * count > len(data):
+        raise IndexError(f"{count} elements do not fit into it")
+    return [start + 4 + 4 * i for i in range(count)]
 
 
 def _numbers(data: bytearray, table: int, index: int) -> list[int]:

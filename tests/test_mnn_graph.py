@@ -108,6 +108,10 @@ def test_a_file_of_another_kind_is_a_sentence() -> None:
 
     with pytest.raises(BackendError, match="MNN 3"):
         reordered(b"\x04\x00", {})
+    with pytest.raises(BackendError, match="MNN 3"):
+        reordered(bytes(range(256)) * 4, {})
+    with pytest.raises(BackendError, match="MNN 3"):
+        reordered(bytes.fromhex("04000000") + b"\xff" * 64, {})
 
 
 def test_the_order_is_whole_and_respects_what_each_needs() -> None:
