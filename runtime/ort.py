@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, UsageError, first_line
-from mdps.runtime.ort_memory import give_back, share_arena
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
 
@@ -152,10 +151,7 @@ class OrtSession:
 
     def close(self) -> None:
         """Free the engine's memory."""
-        held, self._session = self._session, None
-        if held is not None and self.provider == PROVIDERS["cpu"]:
-            del held
-            give_back(_library())
+        self._session = None
 
     def _open_session(self) -> Any:
         if self._session is None:
@@ -316,7 +312,6 @@ def session_options(library: Any, threads: int, wanted: str) -> Any:
         # keeps activations longer than the order in the file: with both a guided step takes twice as much.
         options.enable_mem_pattern = False
         options.execution_order = library.ExecutionOrder.PRIORITY_BASED
-        share_arena(library, options)
     else:
         # The library gives what a provider lacks to the CPU without a word: ask who computes what, or forbid it.
         tells = "record_ep_graph_assignment_info" if _tells_who_computes(library) else "disable_cpu_ep_fallback"

@@ -2,11 +2,9 @@
 
 import builtins
 import pickle
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -418,35 +416,3 @@ def test_omp_num_threads_limits_it(tmp_path, monkeypatch, asked, expected):
 def test_some_processor_is_always_available(tmp_path):
     assert available_cpus() >= 1
     assert available_cpus(tmp_path / "absent", tmp_path / "absent") >= 1
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_a_closed_session_gives_its_memory_back(tmp_path: Path) -> None:
-    """In a process of its own: 256 MB that a run needs are there after it, and not after the session is closed."""
-    nodes = [
-        helper.make_node("Expand", ["x", "length"], ["long"]),
-        helper.make_node("Exp", ["long"], ["values"]),
-        helper.make_node("ReduceSum", ["values"], ["sum"], keepdims=0),
-    ]
-    length = helper.make_tensor("length", TensorProto.INT64, [1], [1 << 26])
-    graph = helper.make_graph(
-        nodes, "long", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
-        [helper.make_tensor_value_info("sum", TensorProto.FLOAT, [])], [length],
-    )  # fmt: skip
-    path = tmp_path / "long.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
-    code = """
-import sys, numpy as np
-from mdps.runtime.session import open_session
-held = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
-session = open_session(sys.argv[1], threads=1)
-before = held()
-session.run({"x": np.zeros(1, np.float32)})
-ran = held()
-session.close()
-print(ran - before, held() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    ran, closed = map(float, done.stdout.split())
-    assert ran > 200, "a run that leaves nothing would satisfy the test"
-    assert closed < 30
