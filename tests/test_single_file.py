@@ -261,9 +261,11 @@ def test_an_fp16_bundle_becomes_a_file_with_its_verdicts(half: Path, tmp_path: P
     opened = session(export_single_file(half, tmp_path / "half.onnx"))
     with load(half, threads=1, warm_up=False) as detector:
         pairs = [(detector(picture(size)), judge(opened, picture(size))) for size in SIZES]
-    assert {wanted.verdict for wanted, _ in pairs} == {"pass", "fail"}
-    for wanted, found in pairs:
+    clear = [(wanted, found) for wanted, found in pairs if wanted.score != pytest.approx(wanted.threshold, rel=1e-2)]
+    assert {wanted.verdict for wanted, _ in clear} == {"pass", "fail"}
+    for wanted, found in clear:
         assert ("fail" if found["verdict"] else "pass") == wanted.verdict
+    for wanted, found in pairs:
         assert float(found["anomaly_score"]) == pytest.approx(wanted.score, rel=1e-2)
 
 
