@@ -105,6 +105,7 @@ def test_failures_are_looked_through_with_the_keyboard_alone(page, server, line_
     for data in failing[:3]:
         send(server.url, data)
     until(page, "document.querySelectorAll('#failures button').length >= 3")
+    page.wait_for_timeout(1500)  # the server may hold failures of other tests: one that arrives later would come first
     page.locator("#failures button").first.focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("#viewer[open] #viewer-picture[src^='blob:']")
