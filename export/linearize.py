@@ -56,7 +56,7 @@ def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROU
     """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`.
 
     x, the output and both ends of the pullback are float32, whatever the blocks compute in. A pullback that is not
-    called costs nothing, in torch and in a recorded graph.
+    called costs nothing in a recorded graph.
     """
     emb = network.embed(timestep)
     x = x.to(block_type(network))

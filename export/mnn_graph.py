@@ -14,6 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
+from mdps.export.tracer import without_dead_ends
+
 _NOUGHT = "mnn_nought"
 _SMALL = 64  # pixels, up to which a transposed convolution takes about as long
 
@@ -46,17 +48,9 @@ class _Graph:
 
     def finished(self) -> ModelProto:
         """The model, checked by inferring all shapes again."""
-        used = {output.name for output in self._model.graph.output}
-        kept: list[NodeProto] = []
-        for node in reversed(self._model.graph.node):
-            if used.intersection(node.output):
-                used.update(node.input)
-                kept.insert(0, node)
-        del self._model.graph.node[:]
-        self._model.graph.node.extend(kept)
         del self._model.graph.initializer[:]
-        self._model.graph.initializer.extend(tensor for name, tensor in self._constants.items() if name in used)
-        return onnx.shape_inference.infer_shapes(self._model, data_prop=True)
+        self._model.graph.initializer.extend(self._constants.values())
+        return onnx.shape_inference.infer_shapes(without_dead_ends(self._model), data_prop=True)
 
     def compute_weights(self) -> None:
         """Constant weights become a sum with nought times an input, which no optimiser takes for a constant."""

@@ -140,7 +140,7 @@ def record(
     opset, ir_version = (OPSET, IR_VERSION) if wide else (BFLOAT16_OPSET, BFLOAT16_IR_VERSION)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     model.producer_name = "mdps"
-    return _without_dead_ends(_without_identities(model))
+    return without_dead_ends(_without_identities(model))
 
 
 def _value(name: str, tensor: Tensor, axes: Sequence[str]) -> onnx.ValueInfoProto:
@@ -148,7 +148,7 @@ def _value(name: str, tensor: Tensor, axes: Sequence[str]) -> onnx.ValueInfoProt
     return helper.make_tensor_value_info(name, _TYPES[tensor.dtype], shape)
 
 
-def _without_dead_ends(model: ModelProto) -> ModelProto:
+def without_dead_ends(model: ModelProto) -> ModelProto:
     """Drops nodes and constants that no output needs, such as the stages of a backbone past the last one used."""
     graph, needed = model.graph, {output.name for output in model.graph.output}
     for node in reversed(list(graph.node)):
