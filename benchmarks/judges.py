@@ -18,6 +18,7 @@ from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.schedule import plan_steps
+from mdps.runtime.session import ARITHMETIC
 from mdps.runtime.settings import ScoreSettings, Settings
 from mdps.runtime.versions import versions
 from mdps.serving.folder import judge_all
@@ -63,10 +64,11 @@ class BundleJudge:
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
         asked = override(asked, samples=samples, early_exit=early_exit)
         check_changes(self.manifest, asked)
-        calibration, self._notes = _fitting(self.manifest, product, asked)
+        arithmetic = ARITHMETIC.get(backend, "")
+        calibration, self._notes = _fitting(self.manifest, product, asked, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
         self._looked = self._left = 0
-        frozen = _frozen_range(self.manifest, product, asked)
+        frozen = _frozen_range(self.manifest, product, asked, arithmetic)
         self.settings = _without_needless_range(asked, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
         if self._uses_test_set:
@@ -249,8 +251,10 @@ def check_changes(manifest: Manifest, settings: Settings) -> None:
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
 
 
-def _fitting(manifest: Manifest, product: str, asked: Settings) -> tuple[Calibration | None, tuple[str, ...]]:
-    """The product's calibration if its threshold holds under the settings `asked`, and why not if it does not."""
+def _fitting(
+    manifest: Manifest, product: str, asked: Settings, arithmetic: str
+) -> tuple[Calibration | None, tuple[str, ...]]:
+    """The product's calibration if its threshold holds under what is asked, and why not if it does not."""
     calibration = manifest.calibrations.get(product)
     if calibration is None:
         require(
@@ -261,6 +265,8 @@ def _fitting(manifest: Manifest, product: str, asked: Settings) -> tuple[Calibra
         return None, ()
     if calibration.samples != asked.sampler.samples or _unseeded(asked) != _unseeded(manifest.settings):
         return None, (f"the threshold of {manifest.name} was calibrated with other settings: no verdicts are counted",)
+    if calibration.arithmetic != arithmetic:
+        return None, (f"the threshold of {manifest.name} was calibrated in other arithmetic: no verdicts are counted",)
     return calibration, ()
 
 
@@ -269,17 +275,17 @@ def _unseeded(settings: Settings) -> Settings:
     return replace(settings, sampler=replace(settings.sampler, seed=0, samples=1, early_exit=0.0))
 
 
-def _frozen_range(manifest: Manifest, product: str, asked: Settings) -> tuple[float, float] | None:
+def _frozen_range(manifest: Manifest, product: str, asked: Settings, arithmetic: str) -> tuple[float, float] | None:
     """The calibrated mask range, where the settings take a frozen one and there is one."""
     calibration = manifest.calibrations.get(product)
     if asked.mask.range != "frozen" or asked.sampler.masked_pass is None or calibration is None:
         return None
     first = replace(_unseeded(asked).sampler, masked_pass=None)
     same = first == replace(_unseeded(manifest.settings).sampler, masked_pass=None)
-    if not same or calibration.samples != asked.sampler.samples:
+    if not same or calibration.samples != asked.sampler.samples or calibration.arithmetic != arithmetic:
         raise CalibrationError(
-            f"the frozen mask range of {manifest.name} was calibrated with another first pass: keep the first pass "
-            'and the samples, or choose the mask range "per-image"'
+            f"the frozen mask range of {manifest.name} was calibrated with another first pass: keep the first pass, "
+            'the samples and the arithmetic, or choose the mask range "per-image"'
         )
     return calibration.mask_range
 

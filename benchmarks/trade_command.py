@@ -31,8 +31,8 @@ Run it again after a stop: it goes on. Leave the machine alone while it times.""
 @click.option("--jacobian-free-rho", "free_scale", type=float, help="Its guidance scale [default: the exact one's].")
 @click.option("--ddad-w", "ddad_scale", type=float, default=4.0, show_default=True, help="Guidance scale of ddad.")
 @click.option(
-    "--reduced", "precisions", callback=listed(str, "int8-features,fp16-weights"),
-    help="Of int8-features and fp16-weights, or none [default: both].",
+    "--reduced", "precisions", callback=listed(str, "int8-features,fp16-weights,bf16-steps"),
+    help="Of int8-features, fp16-weights and bf16-steps, or none [default: all].",
 )  # fmt: skip
 @click.option(
     "--calibration",

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.preprocessing import Picture
 from mdps.runtime.records import Record
+from mdps.runtime.session import ARITHMETIC
 from mdps.runtime.settings import EXIT_SHARES
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Calibration(Record):
     `images` good images can promise. `mask_low` and `mask_high` bound the maps of the first pass (the frozen mask
     range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` is a
     warning sentence or empty. `first_quantiles` are the scores of the first pass that a share of good images does
-    not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none.
+    not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
+    backend computed the steps in, "" for the bundle's own precision (`session.ARITHMETIC`): in another, scores differ.
     """
 
     threshold: float
@@ -45,6 +47,7 @@ class Calibration(Record):
     seed: int
     note: str = ""
     first_quantiles: tuple[float, ...] = ()
+    arithmetic: Literal["", "bf16"] = ""
 
     def __post_init__(self) -> None:
         require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")
@@ -153,6 +156,7 @@ def calibrate(
         seed=settings.sampler.seed,
         note=_warn_if_few(len(pictures), false_alarm_rate, expected),
         first_quantiles=first_quantiles(np.concatenate(first_scores)),
+        arithmetic=cast(Literal["", "bf16"], ARITHMETIC.get(detector.backend, "")),
     )
 
 

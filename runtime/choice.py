@@ -21,7 +21,7 @@ from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import StepSessions, posterior_sampling
-from mdps.runtime.session import BACKENDS, OWN_FILES
+from mdps.runtime.session import ARITHMETIC, BACKENDS, OWN_FILES
 from mdps.runtime.settings import Settings
 from mdps.runtime.user_cache import cache_folder, write_newest
 
@@ -84,10 +84,11 @@ def choose(
 
 
 def installed() -> tuple[str, ...]:
-    """Backends whose library is installed, without importing it; BackendError where there is none."""
-    there = {name: importlib.util.find_spec(_MODULES.get(name, name)) is not None for name in BACKENDS}
+    """Backends in float32 whose library is installed, without importing it; BackendError where there is none."""
+    exact = [name for name in BACKENDS if name not in ARITHMETIC]
+    there = {name: importlib.util.find_spec(_MODULES.get(name, name)) is not None for name in exact}
     # ONNX Runtime computes what a backend with files of its own has no file of.
-    names = tuple(name for name in BACKENDS if there[name] and (name not in OWN_FILES or there["onnxruntime"]))
+    names = tuple(name for name in exact if there[name] and (name not in OWN_FILES or there["onnxruntime"]))
     if not names:
         raise BackendError('no backend is installed: pip install "mdps[cpu]" or "mdps[openvino]"')
     return names

@@ -17,7 +17,15 @@ from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.plans import plans_of
 from mdps.runtime.sampler import StepSessions
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import OWN_FILES, PLAN_BACKENDS, ChunkedSession, Session, check_backend, open_session
+from mdps.runtime.session import (
+    ARITHMETIC,
+    OWN_FILES,
+    PLAN_BACKENDS,
+    ChunkedSession,
+    Session,
+    check_backend,
+    open_session,
+)
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
 
@@ -57,9 +65,10 @@ def load(
 
     `backend` is the engine on the CPU: "onnxruntime", "openvino", "mnn" for a bundle exported with `--backend mnn`, or
     "auto" for the fastest of those installed, which is measured on this bundle for a moment the first time and then
-    remembered (see `choice`, which warns with a BackendWarning where it cannot). The guided step of a bundle made with
-    `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses among ONNX Runtime's; any but
-    "cpu" excludes the other backends.
+    remembered (see `choice`, which warns with a BackendWarning where it cannot). "openvino-bf16" computes the steps in
+    bfloat16, on processors that have it: faster, with other scores, so that it needs a calibration of its own. The
+    guided step of a bundle made with `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses
+    among ONNX Runtime's; any but "cpu" excludes the other backends.
     "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
 
     `device` is the card for those and for the providers "cuda" and "tensorrt": its index as nvidia-smi shows it, or its
@@ -82,7 +91,8 @@ def load(
     for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
     engine = _options(backend=backend, provider=provider, device=device)
-    calibration = _calibration(path, manifest, product, settings, engine) if calibrated else None
+    arithmetic = ARITHMETIC.get(backend, "")
+    calibration = _calibration(path, manifest, product, settings, engine, arithmetic) if calibrated else None
     exit_limit(calibration, settings.sampler.early_exit, str(path))  # the detector says so too, but after its engines
 
     def detector(pipeline: Inspector, chosen: str) -> Detector:
@@ -188,6 +198,10 @@ def choose_backend(
             runs_on(manifest, backend),
             f"{path} has no step graphs for the backend {backend}: export it again with --backend {backend}",
         )
+        require(
+            manifest.guidance_backend != "traced" or backend not in ARITHMETIC,
+            f"{path} guides in torch, which computes in float32 whatever the backend: choose another than {backend}",
+        )
         return backend
     from mdps.runtime.choice import CpuSituation, Probe, choose, stepper
 
@@ -228,7 +242,9 @@ def _options(**given: str | int | None) -> str:
     return "".join(f" --{name} {value}" for name, value in given.items() if value not in (None, usual.get(name)))
 
 
-def _calibration(path: Path, manifest: Manifest, product: str, settings: Settings, engine: str) -> Calibration:
+def _calibration(
+    path: Path, manifest: Manifest, product: str, settings: Settings, engine: str, arithmetic: str
+) -> Calibration:
     calibration = manifest.calibrations.get(product)
     command = f"run `mdps calibrate {path} GOOD_FOLDER{_options(product=product)}{engine}`"
     if calibration is None:
@@ -238,6 +254,13 @@ def _calibration(path: Path, manifest: Manifest, product: str, settings: Setting
         raise CalibrationError(
             f"{path} was calibrated with {calibration.samples} samples an image, not {settings.sampler.samples}, so "
             f"its threshold does not apply: {command} with that number of samples"
+        )
+    if calibration.arithmetic != arithmetic:
+        ours, theirs = (
+            name or str(manifest.network.get("precision", "fp32")) for name in (arithmetic, calibration.arithmetic)
+        )
+        raise CalibrationError(
+            f"{path} was calibrated with steps in {theirs}, not {ours}, so its threshold does not apply: {command}"
         )
     return calibration
 
@@ -312,7 +335,7 @@ class _Opener:
         if graph.session == "traced":
             session: Session = self._traced(self.path / graph.file)
         else:
-            backend, file = self._form(graph)
+            backend, file = self._form(role, graph)
             try:
                 session = open_session(file, self.provider, self.threads, backend, self._card(role))
             except BackendError as error:
@@ -336,11 +359,13 @@ class _Opener:
 
         return role_card(self.manifest, role, self.ordinal)
 
-    def _form(self, graph: GraphEntry) -> tuple[str, Path]:
-        """What runs the graph, and in which file."""
+    def _form(self, role: str, graph: GraphEntry) -> tuple[str, Path]:
+        """What runs the graph, and in which file. Features and scores are in float32 whatever the backend."""
         whole = self.backend in OWN_FILES and self.backend not in graph.variants
         backend = "onnxruntime" if whole else self.backend
-        return backend, self.path / graph.variants.get(backend, graph.file)
+        exact = backend.partition("-")[0] if backend in ARITHMETIC else backend
+        chosen = backend if role.endswith("_step") else exact
+        return chosen, self.path / graph.variants.get(exact, graph.file)
 
     def _traced(self, file: Path) -> Session:
         from mdps.runtime.traced import TracedSession

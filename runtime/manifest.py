@@ -16,7 +16,7 @@ from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 50
 
@@ -33,13 +33,21 @@ def _add_methods(obj: dict[str, Any]) -> dict[str, Any]:
 
 def _add_early_exit(obj: dict[str, Any]) -> dict[str, Any]:
     """Schema 2 knew no early exit, so its calibrations did not record what one needs."""
+    added = {"settings": {"sampler": {"early_exit": 0.0}}}
+    migrated: dict[str, Any] = _with_missing(obj, added | _to_calibrations(obj, "first_quantiles", []))
+    return migrated
+
+
+def _add_arithmetic(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 3 knew no backend that computes in less than the bundle's precision."""
+    migrated: dict[str, Any] = _with_missing(obj, _to_calibrations(obj, "arithmetic", ""))
+    return migrated
+
+
+def _to_calibrations(obj: dict[str, Any], field_name: str, value: Any) -> dict[str, Any]:
     calibrations = obj.get("calibrations")
     products = calibrations if isinstance(calibrations, dict) else {}
-    added = {"settings": {"sampler": {"early_exit": 0.0}}}
-    migrated: dict[str, Any] = _with_missing(
-        obj, added | {"calibrations": {name: {"first_quantiles": []} for name in products}}
-    )
-    return migrated
+    return {"calibrations": {name: {field_name: value} for name in products}}
 
 
 def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
@@ -50,7 +58,7 @@ def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
     return {key: value for key, value in added.items() if type(value) is not dict} | obj | inner
 
 
-MIGRATIONS: dict[int, Migration] = {1: _add_methods, 2: _add_early_exit}
+MIGRATIONS: dict[int, Migration] = {1: _add_methods, 2: _add_early_exit, 3: _add_arithmetic}
 """From each older schema version to the next one."""
 
 

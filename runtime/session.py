@@ -13,9 +13,11 @@ from mdps.runtime.errors import BackendError, require
 if TYPE_CHECKING:
     from mdps.runtime.ort import OnCard
 
-BACKENDS = ("onnxruntime", "openvino", "mnn")
+BACKENDS = ("onnxruntime", "openvino", "mnn", "openvino-bf16")
 OWN_FILES = ("mnn",)
 """Those that read no ONNX file: they run the step graphs of which a bundle has their files, ONNX Runtime the others."""
+ARITHMETIC = {"openvino-bf16": "bf16"}
+"""Those that compute a bundle's steps in less than float32: faster, with scores that move; never chosen by "auto"."""
 PLAN_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Those that run a bundle's plans on a card, the loop and all, and have no sessions."""
 Arrays = dict[str, NDArray[Any]]
@@ -82,10 +84,10 @@ def open_session(
     """
     check_backend(backend, provider)
     require(backend not in PLAN_BACKENDS, f"the backend {backend} opens plans of a bundle, not a graph")
-    if backend == "openvino":
+    if backend.startswith("openvino"):
         from mdps.runtime.openvino import OpenVinoSession
 
-        return OpenVinoSession(path, threads)
+        return OpenVinoSession(path, threads, ARITHMETIC.get(backend, "f32"))
     if backend == "mnn":
         from mdps.runtime.mnn import MnnSession
 

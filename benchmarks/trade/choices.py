@@ -8,7 +8,13 @@ from mdps.benchmarks.reproduce.variants import Changes, Variant
 
 EXACT, FREE, DDAD = "exact", "jacobian-free", "ddad"
 GRADIENTS = (EXACT, FREE, DDAD)
-PRECISIONS = {"int8-features": "int8 feature network", "fp16-weights": "weights stored in fp16"}
+PRECISIONS = {
+    "int8-features": "int8 feature network",
+    "fp16-weights": "weights stored in fp16",
+    "bf16-steps": "steps in bfloat16",
+}
+BACKENDS = {"bf16-steps": "openvino-bf16"}
+"""The precisions that are a backend's, not the bundle's."""
 OTHER_SEED = 1
 
 
@@ -44,9 +50,15 @@ class Choice:
         return ", ".join(part for part in parts if part)
 
     @property
+    def backend(self) -> str | None:
+        """What computes it, None for the study's own backend."""
+        return BACKENDS.get(self.precision)
+
+    @property
     def variant(self) -> Variant:
         """What the runner runs; with one pass, the first of a run of two."""
-        export: dict[str, Any] = {"gradient": self.gradient} | ({"reduced": self.precision} if self.precision else {})
+        export: dict[str, Any] = {"gradient": self.gradient}
+        export |= {"reduced": self.precision} if self.precision and self.backend is None else {}
         export |= {"calibrated": self.steps} if self.early_exit else {}
         if self.scale is not None:
             # The export tries its graphs out: at the scale of another gradient they would rightly be refused.

@@ -1,6 +1,7 @@
 """The study: which gradients, steps, passes and precisions find how much in how many milliseconds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +17,8 @@ from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.precision import PreciseBundles
 from mdps.benchmarks.trade.rows import Measured, Pair, Row, pairs, row_of
 from mdps.benchmarks.trade.timing import Clock, Times, Way, middle, steps_within
-from mdps.runtime.errors import UsageError, require
-from mdps.runtime.loading import choose_backend
+from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.loading import choose_backend, open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import EXIT_SHARES, Settings
 
@@ -124,8 +125,7 @@ class _Study:
         """Everything; what takes long is kept on the way."""
         options = self._options
         wanted = choices(options.steps, self._equal_time(), options.scales, self._possible(), self._exits())
-        runner = self._runner()
-        folders = {one: runner.folder(one.variant, self._category, self._ckpt) for one in wanted}
+        folders = {one: self._runner(one).folder(one.variant, self._category, self._ckpt) for one in wanted}
         self._say(f"timing {len(wanted)} ways, {options.rounds} rounds: leave the machine alone")
         times = self._clock(options.rounds).kept([*map(self._way, _timed(wanted))], self._out / "times.json")
         measured = self._measured(folders, times)
@@ -157,9 +157,12 @@ class _Study:
         """The precisions that this detector can be reduced to; the others are named."""
         possible = []
         for name in self._options.precisions:
+            choice = Choice(EXACT, max(self._options.steps), precision=name)
             try:
-                self._bundle(Choice(EXACT, max(self._options.steps), precision=name))
-            except UsageError as error:
+                bundle = self._bundle(choice)
+                if choice.backend:
+                    check_steps(bundle, choice.backend)
+            except (UsageError, BackendError) as error:
                 self._notes.append(f"{PRECISIONS[name]}: left out, {error}")
             else:
                 possible.append(name)
@@ -177,7 +180,7 @@ class _Study:
         found = []
         for choice, folder in folders.items():
             which = LAST if choice.mask_pass else FIRST
-            outcome = self._runner().run(choice.variant, self._category, self._ckpt)
+            outcome = self._runner(choice).run(choice.variant, self._category, self._ckpt)
             same = agreement(load_maps(folder / MAPS, which), reference)
             exits = self._who_left(choice, folder)
             found.append(Measured(choice, outcome, same, _times_of(choice, times, exits), exits))
@@ -194,19 +197,26 @@ class _Study:
     def _way(self, choice: Choice) -> Way:
         bundle = self._bundle(choice)
         settings = settled(choice.variant)(Manifest.read(bundle, verify=False).settings)
-        return Way(choice.name, bundle, settings if choice.mask_pass else _one_pass(settings))
+        return Way(choice.name, bundle, settings if choice.mask_pass else _one_pass(settings), choice.backend)
 
     def _clock(self, rounds: int) -> Clock:
         samples = self._category.test
         pictures = [sample.path for sample in _spread(samples, rounds)]
         return Clock(pictures, rounds, self._backend, self._options.threads)
 
-    def _runner(self) -> Runner:
+    def _runner(self, choice: Choice) -> Runner:
         options = self._options
         return Runner(
-            work=self._out, bundles=self._bundles, every=options.every, largest=options.largest, backend=self._backend,
-            threads=options.threads, batch=1, say=self._say, keep_maps=True,
+            work=self._out, bundles=self._bundles, every=options.every, largest=options.largest,
+            backend=choice.backend or self._backend, threads=options.threads, batch=1, say=self._say, keep_maps=True,
         )  # fmt: skip
+
+
+def check_steps(bundle: Path, backend: str) -> None:
+    """Raise BackendError or UsageError where this machine's `backend` does not open the bundle's guided step."""
+    manifest = Manifest.read(bundle, verify=False)
+    with ExitStack() as opened:
+        open_pipeline(bundle, manifest, manifest.settings, opened, backend=backend)
 
 
 def _check(settings: Settings) -> None:

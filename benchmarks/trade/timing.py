@@ -26,11 +26,12 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Way:
-    """A bundle and the settings it judges with, which its graphs can compute."""
+    """A bundle and the settings it judges with, which its graphs can compute; `backend` where it is not the clock's."""
 
     name: str
     bundle: Path
     settings: Settings
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Clock:
 
     def kept(self, ways: Sequence[Way], path: Path) -> Times:
         """As `measure`; what was measured before of exactly these ways is read from `path` instead."""
-        asked = [[way.name, way.bundle.name, way.settings.to_json()] for way in ways]
+        asked = [[way.name, way.bundle.name, way.settings.to_json(), way.backend] for way in ways]
         pictures = [picture.name for picture in self.pictures]
         key = digest([asked, pictures, self.rounds, self.backend, self.threads])
         if path.is_file():
@@ -76,15 +77,20 @@ class Clock:
     def _open(self, ways: Sequence[Way], opened: ExitStack) -> dict[str, Detector]:
         manifests = {way.bundle: Manifest.read(way.bundle) for way in ways}
         pipelines = {
-            bundle: open_pipeline(
-                bundle, manifest, manifest.settings, opened, backend=self.backend, threads=self.threads
+            (bundle, backend): open_pipeline(
+                bundle, manifests[bundle], manifests[bundle].settings, opened, backend=backend, threads=self.threads
             )
-            for bundle, manifest in manifests.items()
+            for bundle, backend in dict.fromkeys((way.bundle, self._backend(way)) for way in ways)
         }
         return {
-            way.name: Detector(manifests[way.bundle], replace(pipelines[way.bundle], settings=way.settings))
+            way.name: Detector(
+                manifests[way.bundle], replace(pipelines[way.bundle, self._backend(way)], settings=way.settings)
+            )
             for way in ways
         }
+
+    def _backend(self, way: Way) -> str:
+        return way.backend or self.backend
 
 
 def _ms(detector: Detector, image: NDArray[np.float32]) -> float:
