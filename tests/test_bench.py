@@ -489,6 +489,6 @@ def test_nothing_but_skipped_rows_is_still_a_result(
     monkeypatch.setattr(Variations, "_make", lambda self, what: SkippedError("not today"))
     assert terminal.run(cli, ["bench", "--json", str(bundle)]) == 1
     bench = run_bench(bundle, BenchOptions())
-    assert [row.skipped for row in bench.rows] == ["not today"] * 10
+    assert [row.skipped for row in bench.rows] == ["not today"] * 11
     write_report(bench, tmp_path / "out")
     assert "Skipped PatchCore: not today" in (tmp_path / "out" / "bench.md").read_text()

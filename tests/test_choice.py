@@ -18,6 +18,7 @@ from mdps.cli import cli
 from mdps.runtime import BackendError, UsageError, choice, load
 from mdps.runtime.choice import BackendWarning, CpuSituation, cache_file, choose, installed
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.session import BACKENDS
 from mdps.serving.terminal import run
 
 SITUATION = CpuSituation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
@@ -169,6 +170,11 @@ def test_installed_is_what_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError, match=r"mdps\[cpu\].*mdps\[openvino\]"):
         installed()
+
+
+def test_a_backend_whose_scores_differ_is_never_chosen(cache: Path, both_installed: None) -> None:
+    assert "openvino-bf16" in BACKENDS
+    assert "openvino-bf16" not in installed()
 
 
 def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 4.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 5.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -204,7 +204,7 @@ def test_a_bundle_of_the_first_schema_means_what_it_meant(bundle):
     def age(obj):
         obj["schema_version"] = 1
         del obj["settings"]["sampler"]["noise"], obj["settings"]["sampler"]["early_exit"]
-        del obj["calibrations"]["default"]["first_quantiles"]
+        del obj["calibrations"]["default"]["first_quantiles"], obj["calibrations"]["default"]["arithmetic"]
         for one in ("first_pass", "masked_pass"):
             for key in ("start", "resamples"):
                 del obj["settings"]["sampler"][one][key]
@@ -228,6 +228,7 @@ def test_a_bundle_of_the_second_schema_has_no_early_exit(bundle):
     def age(obj):
         obj["schema_version"] = 2
         del obj["settings"]["sampler"]["early_exit"], obj["calibrations"]["default"]["first_quantiles"]
+        del obj["calibrations"]["default"]["arithmetic"]
 
     spoil(bundle, age)
     assert Manifest.read(bundle) == now
@@ -237,6 +238,21 @@ def test_a_bundle_of_the_second_schema_has_no_early_exit(bundle):
         with pytest.raises(BundleError, match="calibrations"):
             Manifest.read(bundle, verify=False)
         spoil(bundle, lambda obj: obj.update(calibrations={}))
+
+
+def test_a_calibration_of_the_third_schema_is_of_the_bundles_own_arithmetic(bundle):
+    now = Manifest.read(bundle)
+
+    def age(obj):
+        obj["schema_version"] = 3
+        del obj["calibrations"]["default"]["arithmetic"]
+
+    spoil(bundle, age)
+    assert Manifest.read(bundle) == now
+    assert now.calibrations["default"].arithmetic == ""
+    spoil(bundle, lambda obj: obj["calibrations"]["default"].update(arithmetic="fp8"))
+    with pytest.raises(BundleError, match=r"default\.arithmetic should be one of"):
+        Manifest.read(bundle)
 
 
 def test_early_exits_and_their_scores_come_back_from_the_file(bundle):

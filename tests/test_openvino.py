@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -18,16 +19,21 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from PIL import Image
 
+from mdps.benchmarks.judges import BundleJudge
 from mdps.cli import cli
-from mdps.runtime import BackendError, Detector, UsageError, calibrate, load
+from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, calibrate, load
 from mdps.runtime.doctor import ProviderCheck, diagnose
+from mdps.runtime.loading import choose_backend
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
-from mdps.runtime.openvino import COMPILED_AT_ONCE, OpenVinoSession
+from mdps.runtime.openvino import COMPILED_AT_ONCE, OpenVinoSession, has_bfloat16
 from mdps.runtime.session import open_session
 from mdps.runtime.threads import available_cpus
 from mdps.serving.terminal import run
 
-pytest.importorskip("openvino")
+library = pytest.importorskip("openvino")
+needs_bfloat16 = pytest.mark.skipif(
+    not has_bfloat16(library.Core()), reason="this processor has no bfloat16: AMX and AVX512_BF16 are missing"
+)
 
 
 def value(name: str, shape: list[Any]) -> onnx.ValueInfoProto:
@@ -175,6 +181,34 @@ def test_it_computes_in_float32_on_the_threads_asked_for(graph: Path) -> None:
     assert model.get_property("INFERENCE_PRECISION_HINT").to_dtype() == np.float32
     assert model.get_property("INFERENCE_NUM_THREADS") == 1
     assert model.get_property("EXECUTION_DEVICES") == ["CPU"]
+
+
+def bfloat16(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded as ml_dtypes rounds."""
+    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+@needs_bfloat16
+def test_in_bfloat16_the_factors_of_a_product_are_rounded_and_its_sum_is_not(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 512), (512, 64)))
+    ports = [value("x", ["N", 512])], [value("y", ["N", 64])]
+    path = save(tmp_path / "g.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], *ports, {"w": w})
+    session = OpenVinoSession(path, 1, "bf16")
+    assert session.provider.endswith(" on CPU in bf16")
+    found = session.run({"x": x})["y"]
+    assert found.dtype == np.float32
+    exact = x.astype(np.float64) @ w
+    rounded = bfloat16(x).astype(np.float64) @ bfloat16(w)
+    assert np.abs(found - exact).max() > 0.01, "it was computed in float32"
+    np.testing.assert_allclose(found, rounded, rtol=2**-8, atol=1e-4)  # what comes out is rounded once more
+
+
+def test_without_bfloat16_in_the_processor_it_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdps.runtime.openvino.has_bfloat16", lambda core: False)
+    with pytest.raises(BackendError, match=r"computes no bfloat16 .*: choose --backend openvino$"):
+        open_session(graph, threads=1, backend="openvino-bf16")
+    open_session(graph, threads=1, backend="openvino").close()
 
 
 def test_calls_from_several_threads_do_not_mix(graph: Path) -> None:
@@ -330,6 +364,56 @@ def step_file(folder: Path, backend: str) -> str:
         return str(detector._pipeline.steps.guided.session._path.name)
 
 
+def test_scores_in_other_arithmetic_need_a_calibration_of_their_own(bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    command = "run `mdps calibrate .* GOOD_FOLDER --backend openvino-bf16`$"
+    with pytest.raises(CalibrationError, match=f"calibrated with steps in fp32, not bf16.*: {command}"):
+        load(folder, backend="openvino-bf16", threads=1)
+    with BundleJudge(folder, threads=1) as judge:
+        assert judge.threshold is not None
+    manifest = Manifest.read(folder)
+    half = replace(manifest.calibrations["default"], arithmetic="bf16")
+    manifest.with_calibration("default", half).write(folder)
+    for backend in ("onnxruntime", "openvino"):
+        with pytest.raises(CalibrationError, match="calibrated with steps in bf16, not fp32, so its threshold"):
+            load(folder, backend=backend, threads=1)
+    with BundleJudge(folder, threads=1) as judge:
+        assert judge.threshold is None
+        assert "in other arithmetic" in judge.notes[0]
+
+
+@needs_bfloat16
+def test_a_bundle_in_bfloat16_computes_its_steps_in_it_and_nothing_else(
+    bundle: Path, pictures: list[Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    options: dict[str, Any] = {"threads": 1, "warm_up": False}
+    with load(folder, backend="openvino-bf16", calibrated=False, **options) as detector:
+        engines = detector.provenance["engines"]
+        assert isinstance(engines, dict)
+        reduced = {role: engine.endswith(" in bf16") for role, engine in engines.items()}
+        assert reduced == {"guided_step": True, "features": False, "score": False}
+        calibration = calibrate(detector, pictures, false_alarm_rate=0.4)
+    assert calibration.arithmetic == "bf16"
+    Manifest.read(folder).with_calibration("default", calibration).write(folder)
+    with load(folder, backend="openvino-bf16", **options) as ours, load(bundle, **options) as exact:
+        found, expected = ours.batch(pictures), exact.batch(pictures)
+        alone = ours(pictures[1])
+    np.testing.assert_array_equal(alone.anomaly_map, found[1].anomaly_map)
+    for one, other in zip(found, expected, strict=True):
+        assert one.score == pytest.approx(other.score, abs=0.05)
+        # Noise through an untrained network: where a rounding is amplified, and not by how much, is chance.
+        assert 1e-4 < np.abs(one.posterior_sample - other.posterior_sample).mean() < 0.05
+
+
+def test_torch_computes_in_float32_whatever_the_backend(bundle: Path, tmp_path: Path) -> None:
+    manifest = replace(Manifest.read(bundle), guidance_backend="traced")
+    with pytest.raises(UsageError, match="guides in torch, which computes in float32"):
+        choose_backend(bundle, manifest, manifest.settings, backend="openvino-bf16")
+
+
 def test_the_command_line_takes_the_backend(
     bundle: Path, pictures: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +448,8 @@ def test_the_doctor_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino
 
     assert ProviderCheck("OpenVINO on CPU", True) in diagnose().providers
+    half = ProviderCheck("OpenVINO on CPU in bf16 (--backend openvino-bf16)", True)
+    assert (half in diagnose().providers) == has_bfloat16(openvino.Core())
     assert "openvino" in diagnose().versions
     monkeypatch.setattr(openvino, "Core", lambda: (_ for _ in ()).throw(RuntimeError("no plugin\nCPU is absent")))
     assert ProviderCheck("OpenVINO on CPU", False, "CPU is absent") in diagnose().providers

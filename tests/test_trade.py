@@ -53,9 +53,9 @@ def category(write_category: Callable[..., Path], tmp_path_factory: pytest.TempP
 
 def test_the_reference_comes_first_and_no_way_twice() -> None:
     equal = {"jacobian-free": [6, 10, 20], "ddad": [5, 10, 20]}
-    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features",), (0.5,))
+    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features", "bf16-steps"), (0.5,))
     assert (found[0].name, found[0].label) == ("exact_10", "exact, N = 10")
-    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 3
+    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 4
     names = {choice.name: choice for choice in found}
     assert names["ddad_20_one_pass"].variant.first_pass
     assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
@@ -63,6 +63,9 @@ def test_the_reference_comes_first_and_no_way_twice() -> None:
     assert names["ddad_20"].variant.export == {"gradient": "ddad", **scales}
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
     assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
+    half = names["exact_10_bf16-steps"]
+    assert (half.backend, half.variant.export) == ("openvino-bf16", {"gradient": "exact"})
+    assert {choice.backend for choice in found if choice is not half} == {None}
     assert names["exact_10_seed_1"].variant.changes.seed == 1
     exit_ = names["exact_10_exit_0.5"]
     assert (exit_.label, exit_.variant.changes) == ("exact, N = 10, early exit 0.5", Changes(steps=10, early_exit=0.5))
@@ -231,6 +234,26 @@ def test_what_cannot_be_reduced_is_told(tiny_bundle: Path, tmp_path: Path) -> No
         bundles._int8(tmp_path, replace(manifest, settings=settings))
     with pytest.raises(UsageError, match="no good training images"):
         bundles._int8(tmp_path, manifest)
+
+
+def test_a_way_on_another_backend_is_opened_on_it(tiny_bundle: Path, category: Category) -> None:
+    settings = Manifest.read(tiny_bundle).settings
+    ways = [Way("usual", tiny_bundle, settings), Way("other", tiny_bundle, settings, "openvino")]
+    with contextlib.ExitStack() as opened:
+        detectors = Clock([category.test[0].path], 1, "onnxruntime", 1)._open(ways, opened)
+        engines = {name: set(one._engines.values()) for name, one in detectors.items()}
+    assert engines["usual"] == {"CPUExecutionProvider"}
+    assert all(engine.startswith("OpenVINO") for engine in engines["other"])
+
+
+def test_arithmetic_that_the_processor_lacks_is_left_out_and_told(
+    small_checkpoint: Path, category: Category, options: TradeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mdps.runtime.openvino.has_bfloat16", lambda core: False)
+    asked = replace(options, precisions=("bf16-steps",))
+    one = study._Study(small_checkpoint, category, tmp_path, asked, lambda _: None)
+    assert one._possible() == []
+    assert one._notes[0].startswith("steps in bfloat16: left out, this processor computes no bfloat16")
 
 
 # The whole study
@@ -406,5 +429,5 @@ def test_the_command_asks_for_what_was_given(
     assert options.choices["eta"] == 1.0
     assert not {"gradient", "steps", "mask_pass", "method"} & options.choices.keys()
     assert terminal.run(cli, command) == 0
-    assert asked[1][3].precisions == ("int8-features", "fp16-weights")
+    assert asked[1][3].precisions == ("int8-features", "fp16-weights", "bf16-steps")
     assert markdown(found[1]).startswith("# What a millisecond buys")
