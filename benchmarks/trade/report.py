@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdps.benchmarks.bootstrap import Interval
-from mdps.benchmarks.trade.choices import GRADIENTS
+from mdps.benchmarks.trade.choices import GRADIENTS, PRECISIONS
 from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.rows import Pair, Row
 from mdps.benchmarks.trade.study import Trade
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = dict(zip(GRADIENTS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
-PRECISION_MARKS = {"int8-features": "s", "fp16-weights": "D"}
+PRECISION_MARKS = dict(zip(PRECISIONS, "sDP", strict=True))
 AUROCS = {"image_auroc": "image AUROC %", "pixel_auroc": "pixel AUROC %"}
 EXPLAINED = (
     "Milliseconds are of one image that lies in memory, medians of {rounds} interleaved rounds with one image each. "
