@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,11 +21,11 @@ from numpy.typing import NDArray
 from mdps.benchmarks.script import exit_code
 from mdps.runtime.choice import installed
 from mdps.runtime.errors import BundleError
-from mdps.runtime.manifest import Manifest
+from mdps.runtime.manifest import GraphEntry, Manifest
 from mdps.runtime.mnn import capture_output
-from mdps.runtime.openvino import compile_options
+from mdps.runtime.openvino import compile_options, has_bfloat16
 from mdps.runtime.ort import PROVIDERS, session_options
-from mdps.runtime.session import OWN_FILES
+from mdps.runtime.session import ARITHMETIC, OWN_FILES, engine_of
 from mdps.runtime.threads import available_cpus
 
 SCALARS = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1, "guidance_scale": 100.0}
@@ -63,7 +64,7 @@ def onnxruntime_profile(path: Path, size: tuple[int, int], runs: int) -> Shares:
     return dict(shares)
 
 
-def openvino_profile(path: Path, size: tuple[int, int], runs: int) -> Shares:
+def openvino_profile(path: Path, size: tuple[int, int], runs: int, precision: str = "f32") -> Shares:
     """Of the last of `runs`, as OpenVINO counts; arithmetic that it joined is a Subgraph."""
     import openvino
 
@@ -72,7 +73,7 @@ def openvino_profile(path: Path, size: tuple[int, int], runs: int) -> Shares:
     feeds = feeds_of([node.get_any_name() for node in model.inputs], size)
     model.reshape({name: list(array.shape) for name, array in feeds.items()})
     request = core.compile_model(
-        model, "CPU", compile_options(available_cpus()) | {"PERF_COUNT": True}
+        model, "CPU", compile_options(available_cpus(), precision) | {"PERF_COUNT": True}
     ).create_infer_request()
     for _ in range(runs):
         request.infer(feeds)
@@ -126,8 +127,19 @@ def mnn_profile(path: Path, size: tuple[int, int], runs: int) -> Shares:
 ENGINES: dict[str, Callable[[Path, tuple[int, int], int], Shares]] = {
     "onnxruntime": onnxruntime_profile,
     "openvino": openvino_profile,
+    "openvino-bf16": partial(openvino_profile, precision="bf16"),
     "mnn": mnn_profile,
 }
+
+
+def _runs(backend: str, graph: GraphEntry) -> bool:
+    if engine_of(backend) not in installed() or (backend in OWN_FILES and backend not in graph.variants):
+        return False
+    if backend not in ARITHMETIC:
+        return True
+    import openvino
+
+    return has_bfloat16(openvino.Core())
 
 
 def report(bundle: Path, role: str, runs: int) -> None:
@@ -136,12 +148,11 @@ def report(bundle: Path, role: str, runs: int) -> None:
     graph = manifest.graphs.get(role)
     if graph is None or graph.session != "ort":
         raise BundleError(f"{bundle} has no ONNX graph {role!r}: choose another --graph")
-    there = installed()
     for backend, profile in ENGINES.items():
-        if backend not in there or (backend in OWN_FILES and backend not in graph.variants):
-            print(f"{backend} is not installed here, or the bundle has no file for it", file=sys.stderr)
+        if not _runs(backend, graph):
+            print(f"{backend} does not run here, or the bundle has no file for it", file=sys.stderr)
             continue
-        file = graph.variants.get(backend, graph.file)
+        file = graph.variants.get(engine_of(backend), graph.file)
         shares = profile(bundle / file, manifest.preprocessing.network_size, runs)
         print(f"\n{backend}, {file}: {sum(shares.values()):,.0f} ms\n\n| operation | ms | share |\n|---|---:|---:|")
         print(table(shares))

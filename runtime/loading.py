@@ -24,6 +24,7 @@ from mdps.runtime.session import (
     ChunkedSession,
     Session,
     check_backend,
+    engine_of,
     open_session,
 )
 from mdps.runtime.settings import Settings
@@ -363,9 +364,9 @@ class _Opener:
         """What runs the graph, and in which file. Features and scores are in float32 whatever the backend."""
         whole = self.backend in OWN_FILES and self.backend not in graph.variants
         backend = "onnxruntime" if whole else self.backend
-        exact = backend.partition("-")[0] if backend in ARITHMETIC else backend
-        chosen = backend if role.endswith("_step") else exact
-        return chosen, self.path / graph.variants.get(exact, graph.file)
+        engine = engine_of(backend)
+        chosen = backend if role.endswith("_step") else engine
+        return chosen, self.path / graph.variants.get(engine, graph.file)
 
     def _traced(self, file: Path) -> Session:
         from mdps.runtime.traced import TracedSession

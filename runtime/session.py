@@ -84,7 +84,7 @@ def open_session(
     """
     check_backend(backend, provider)
     require(backend not in PLAN_BACKENDS, f"the backend {backend} opens plans of a bundle, not a graph")
-    if backend.startswith("openvino"):
+    if engine_of(backend) == "openvino":
         from mdps.runtime.openvino import OpenVinoSession
 
         return OpenVinoSession(path, threads, ARITHMETIC.get(backend, "f32"))
@@ -95,6 +95,11 @@ def open_session(
     from mdps.runtime.ort import OrtSession
 
     return OrtSession(path, provider, threads, card)
+
+
+def engine_of(backend: str) -> str:
+    """The backend of the same engine that computes in the bundle's own precision, whose files are read."""
+    return backend.removesuffix(f"-{ARITHMETIC[backend]}") if backend in ARITHMETIC else backend
 
 
 def check_backend(backend: str, provider: str) -> None:

@@ -1,17 +1,20 @@
 """Where the time of a step goes."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mdps.benchmarks.step_profile import main, table
+from mdps.runtime.openvino import has_bfloat16
 
 
 def test_both_engines_say_what_a_step_is_made_of(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("openvino")
+    openvino = pytest.importorskip("openvino")
     assert main([str(tiny_bundle), "--runs", "1"]) == 0
     said = capsys.readouterr().out
-    ours, other = said.split("openvino, guided_step.openvino.onnx")
+    ours, other, *half = re.split(r"openvino(?:-bf16)?, guided_step\.openvino\.onnx", said)
+    assert len(half) == has_bfloat16(openvino.Core())
     assert "onnxruntime, guided_step.onnx" in ours
     assert "| Conv |" in ours
     assert "| Convolution |" in other
