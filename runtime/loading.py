@@ -199,10 +199,8 @@ def choose_backend(
             runs_on(manifest, backend),
             f"{path} has no step graphs for the backend {backend}: export it again with --backend {backend}",
         )
-        require(
-            manifest.guidance_backend != "traced" or backend not in ARITHMETIC,
-            f"{path} guides in torch, which computes in float32 whatever the backend: choose another than {backend}",
-        )
+        if backend in ARITHMETIC:
+            _check_reducible(path, manifest, backend)
         return backend
     from mdps.runtime.choice import CpuSituation, Probe, choose, stepper
 
@@ -216,6 +214,15 @@ def choose_backend(
 
     situation = CpuSituation.here(manifest, threads or available_cpus(), settings.sampler.samples)
     return choose(situation, open_probe if passes else None, partial(runs_on, manifest))
+
+
+def _check_reducible(path: Path, manifest: Manifest, backend: str) -> None:
+    precision = manifest.network.get("precision", "fp32")
+    require(
+        manifest.guidance_backend != "traced",
+        f"{path} guides in torch, which computes in float32 whatever the backend: choose another than {backend}",
+    )
+    require(precision == "fp32", f"{path} is in {precision} already: choose another backend than {backend}")
 
 
 def runs_on(manifest: Manifest, backend: str) -> bool:

@@ -408,10 +408,18 @@ def test_a_bundle_in_bfloat16_computes_its_steps_in_it_and_nothing_else(
         assert 1e-4 < np.abs(one.posterior_sample - other.posterior_sample).mean() < 0.05
 
 
-def test_torch_computes_in_float32_whatever_the_backend(bundle: Path, tmp_path: Path) -> None:
+def test_torch_computes_in_float32_whatever_the_backend(bundle: Path) -> None:
     manifest = replace(Manifest.read(bundle), guidance_backend="traced")
     with pytest.raises(UsageError, match="guides in torch, which computes in float32"):
         choose_backend(bundle, manifest, manifest.settings, backend="openvino-bf16")
+
+
+def test_what_is_in_half_precision_is_not_reduced_again(bundle: Path) -> None:
+    manifest = Manifest.read(bundle)
+    half = replace(manifest, network={**manifest.network, "precision": "fp16"})
+    with pytest.raises(UsageError, match="is in fp16 already: choose another backend"):
+        choose_backend(bundle, half, half.settings, backend="openvino-bf16")
+    assert choose_backend(bundle, half, half.settings, backend="openvino") == "openvino"
 
 
 def test_the_command_line_takes_the_backend(
