@@ -24,7 +24,7 @@ class BrightnessDetector:
 
     def __init__(self, mask_range="per-image"):
         self.settings = replace(paper_settings((2, 2)), mask=MaskSettings(0.1, mask_range))
-        self.preprocessing = Preprocessing((2, 2))
+        self.preprocessing, self.backend = Preprocessing((2, 2)), "onnxruntime"
         self.given, self.sizes = [], []
 
     def first_maps(self, observations):
@@ -118,6 +118,13 @@ def test_the_named_number_of_images_is_enough(recwarn):
     calibrate(BrightnessDetector(), pictures(np.arange(99) + 50))
     calibrate(BrightnessDetector(), pictures(np.arange(19) + 50), false_alarm_rate=0.05)
     assert not [warning for warning in recwarn if warning.category is CalibrationWarning]
+
+
+def test_the_arithmetic_of_the_backend_is_remembered():
+    detector = BrightnessDetector()
+    assert calibrate(detector, pictures(range(50, 60)), false_alarm_rate=0.5).arithmetic == ""
+    detector.backend = "openvino-bf16"
+    assert calibrate(detector, pictures(range(50, 60)), false_alarm_rate=0.5).arithmetic == "bf16"
 
 
 def test_images_may_come_from_an_iterator():

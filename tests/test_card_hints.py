@@ -98,7 +98,7 @@ def test_a_compute_capability_without_its_dot_is_written_out(
 
 def test_bench_leads_to_what_measures_plans(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, ["bench", str(bundle), "--backends", "tensorrt-rtx"]) == 2
-    assert "choose among onnxruntime, openvino, mnn (`mdps gpu-check` measures engine plans)" in capsys.readouterr().err
+    assert "mnn, openvino-bf16 (`mdps gpu-check` measures engine plans)" in capsys.readouterr().err
     assert run(cli, ["bench", str(bundle), "--torch", "wrong"]) == 2
     assert "gpu-check" not in capsys.readouterr().err
 
