@@ -24,8 +24,8 @@ Shapes = tuple[tuple[int, ...], ...]
 class OpenVinoSession:
     """One ONNX file on OpenVINO's CPU plugin, in float32 ("f32") or bfloat16 ("bf16").
 
-    In bfloat16 products and what follows them are rounded to eight bits of mantissa, which processors with AMX or
-    AVX512_BF16 compute in less than half the time; inputs and outputs stay float32.
+    In bfloat16 products and what follows them are rounded to eight bits of mantissa, for which processors
+    with AMX or AVX512_BF16 have instructions; inputs and outputs stay float32.
     Static shapes are a fifth faster there than a free batch, so each set of input shapes is compiled when it is first
     run; the `COMPILED_AT_ONCE` last used ones are kept. `threads` defaults to the processors this process may use.
     Raises UsageError for a wrong thread count, BackendError where the library is missing, the file

@@ -13,7 +13,7 @@ PRECISIONS = {
     "fp16-weights": "weights stored in fp16",
     "bf16-steps": "steps in bfloat16",
 }
-BACKENDS = {"bf16-steps": "openvino-bf16"}
+BACKEND_OF = {"bf16-steps": "openvino-bf16"}
 """The precisions that are a backend's, not the bundle's."""
 OTHER_SEED = 1
 
@@ -52,7 +52,7 @@ class Choice:
     @property
     def backend(self) -> str | None:
         """What computes it, None for the study's own backend."""
-        return BACKENDS.get(self.precision)
+        return BACKEND_OF.get(self.precision)
 
     @property
     def variant(self) -> Variant:

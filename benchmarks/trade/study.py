@@ -161,7 +161,7 @@ class _Study:
             try:
                 bundle = self._bundle(choice)
                 if choice.backend:
-                    check_steps(bundle, choice.backend)
+                    _check_opens(bundle, choice.backend)
             except (UsageError, BackendError) as error:
                 self._notes.append(f"{PRECISIONS[name]}: left out, {error}")
             else:
@@ -212,8 +212,8 @@ class _Study:
         )  # fmt: skip
 
 
-def check_steps(bundle: Path, backend: str) -> None:
-    """Raise BackendError or UsageError where this machine's `backend` does not open the bundle's guided step."""
+def _check_opens(bundle: Path, backend: str) -> None:
+    """Raise BackendError or UsageError where this machine's `backend` does not open the bundle."""
     manifest = Manifest.read(bundle, verify=False)
     with ExitStack() as opened:
         open_pipeline(bundle, manifest, manifest.settings, opened, backend=backend)
