@@ -16,7 +16,7 @@ knee) / L + cell, and AUROC by the same with L = 1: 1.3e-5 either way, 6.3e-5 fo
 (`PixelMetrics.error_bound`). By the same argument average precision changes by about 2e-5 at the very most: of the
 100,000 highest good pixels no two are merged, below them the number of false alarms is kept to 1e-5 of itself, and the
 number of hits to 2^-19 of all. These are bounds for pixels that all err in one direction; what was measured is below
-1e-6 (tests/test_streaming.py).
+1e-6 (tests/benchmarks/test_streaming.py).
 """
 
 import math

@@ -158,7 +158,7 @@ def line_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_line_bundle(folder: Path) -> Path:
-    """Makes it, also for tests/fuzz."""
+    """Makes it, also for tests/hostile/fuzz."""
     import torch
 
     from mdps.export import ExportOptions, export_bundle

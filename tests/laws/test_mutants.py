@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "mutants.py"
 
 
@@ -29,7 +29,7 @@ def test_every_line_stands_once_in_its_file_and_its_tests_exist(mutants):
         assert text.count(mutant.line) == 1, mutant.name
         compile(text.replace(mutant.line, mutant.broken), mutant.file, "exec")
         for test in mutant.tests:
-            file, name = re.fullmatch(r"(\w+\.py)::(\w+)(?:\[.+\])?", test).groups()
+            file, name = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[.+\])?", test).groups()
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{mutant.name}: {test}"
 
 
@@ -50,7 +50,7 @@ def test_a_line_that_matters_is_noticed_and_one_that_does_not_is_not(tmp_path):
     command = [sys.executable, program, "--report", tmp_path / "report.md"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    test = "test_noise.py::test_equal_keys_give_equal_noise_and_others_do_not"
+    test = "runtime/test_noise.py::test_equal_keys_give_equal_noise_and_others_do_not"
     assert ran.stdout.splitlines() == [f"noise-key killed {test}", "same survived nothing"], ran.stderr
     rows = (tmp_path / "report.md").read_text().splitlines()[8:]
     assert [row.split(" | ")[3:] for row in rows] == [["killed", f"`{test}` |"], ["survived", "`nothing` |"]]

@@ -10,7 +10,7 @@ import pytest
 
 from mdps.cli import cli, export
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/results").glob("*.md"))]
 BLOCK = re.compile(r"^(?: {4}|\$ )(?P<command>(?:mdps(?:-export)?|python -m mdps[\w.]*) .*)$", re.MULTILINE)
 

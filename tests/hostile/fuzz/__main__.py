@@ -1,4 +1,4 @@
-"""Fuzzes what reads foreign bytes: `python tests/fuzz TARGET --minutes 10 --seed 1`, from a checkout.
+"""Fuzzes what reads foreign bytes: `python tests/hostile/fuzz TARGET --minutes 10 --seed 1`, from a checkout.
 
 Minutes are of CPU time. Findings are written to --out and can be run again with --replay FILE. Linux only: the child
 that reads the inputs is bounded by address space and CPU time.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.dont_write_bytecode = True
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 import click  # noqa: E402
 from engine import Target, fuzz, saved_case  # noqa: E402

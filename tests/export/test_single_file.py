@@ -29,7 +29,7 @@ from mdps.runtime.calibration import Calibration
 from mdps.runtime.manifest import Manifest
 from mdps.serving.terminal import run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
 # Graphs that differ from the tiny bundle's are exported; what only the settings say is changed in the manifest.
 EXPORTS = {

@@ -238,7 +238,7 @@ def test_the_fakes_have_no_name_that_the_real_library_lacks():
 
 @pytest.fixture(autouse=True)
 def any_card(monkeypatch):
-    """Which card, and whether there is room, is asked of the machine: tests/test_placement.py."""
+    """Which card, and whether there is room, is asked of the machine: tests/runtime/test_placement.py."""
     monkeypatch.setattr(loading_module, "placed", lambda *_, **__: None)
 
 

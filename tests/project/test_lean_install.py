@@ -12,7 +12,7 @@ from PIL import Image
 
 from mdps.runtime import load
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MOST_MEGABYTES = 350
 MOST_SECONDS = 0.4
 NOT_OURS = ("pip", "setuptools", "_distutils_hack", "pkg_resources")

@@ -1,4 +1,4 @@
-"""The fuzzer of tests/fuzz: it notices what it is there for, and a short run of it finds nothing."""
+"""The fuzzer of tests/hostile/fuzz: it notices what it is there for, and a short run of it finds nothing."""
 
 import os
 import subprocess
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer's child is bounded by Linux's limits")
 
 
 @pytest.mark.parametrize("target", ["manifest", "checkpoint", "request"])
 def test_a_short_run_of_the_fuzzer_finds_nothing(target, tmp_path):
     pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-    command = [sys.executable, "tests/fuzz", target, "--cases", "60", "--seed", "7", "--out", str(tmp_path)]
+    command = [sys.executable, "tests/hostile/fuzz", target, "--cases", "60", "--seed", "7", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert "60 cases" in run.stdout
@@ -30,7 +30,8 @@ def test_the_fuzzer_notices_code_memory_hangs_and_foreign_errors(tmp_path):
 
 
 def _environment():
-    return {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'fuzz'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    fuzz = ROOT / "tests" / "hostile" / "fuzz"
+    return {**os.environ, "PYTHONPATH": f"{fuzz}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 _PROGRAM = """

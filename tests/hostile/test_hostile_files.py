@@ -1,4 +1,4 @@
-"""What tests/fuzz found in manifests, checkpoints and requests, and what reading for it did: each is one sentence."""
+"""Hostile manifests, checkpoints and requests, found by tests/hostile/fuzz or by reading: each is one sentence."""
 
 import io
 import json

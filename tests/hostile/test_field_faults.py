@@ -29,7 +29,7 @@ from mdps.runtime.pipeline import check_finite
 from mdps.serving.http.command import _token
 from mdps.serving.terminal import run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BOM = b"\xef\xbb\xbf"  # what Notepad and PowerShell write in front of UTF-8
 
 
@@ -226,5 +226,6 @@ def test_every_test_that_the_table_of_faults_names_exists() -> None:
     named = re.findall(r"`([a-z_]+): ([a-z0-9_]+)`", (ROOT / "docs" / "field-faults.md").read_text(encoding="utf-8"))
     assert len(named) > 60
     for file, name in named:
-        text = (ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8")
+        (path,) = (ROOT / "tests").rglob(f"test_{file}.py")
+        text = path.read_text(encoding="utf-8")
         assert f"def test_{name}(" in text, f"docs/field-faults.md names {file}: {name}, which is no test"
