@@ -1,11 +1,14 @@
-"""Breaks one line of the method at a time: a test must fail. `python tests/mutants.py [NAME ..] [--report FILE]`
+"""Breaks one expression of the method at a time: a test must fail. `python tests/mutants.py [NAME ..] [--report FILE]`
 
-Each line is changed in a copy of the tree, and only the tests named beside it run there. It is "killed" where one of
+Each is changed in a copy of the tree, and only the tests named beside it run there. It is "killed" where one of
 them fails, and they pass without the change; "survived" where nobody notices: then a test is missing. Every run begins
 as a fork of a process that has loaded torch already (Linux, macOS).
+
+Functions and tests are found by their names, and the code by its syntax: what moves or is laid out anew stays found.
 """
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -20,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = ["pytest", "numpy", "PIL.Image", "torch", "onnx", "onnxruntime", "diffusers.schedulers.scheduling_ddim"]
+PACKAGES = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training")
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "runs", "demo-report", "build", "dist")
 LONGEST = 3600.0  # seconds of one run; a busy machine is no survivor
 BROKEN = "the change or the tests do not load"
@@ -27,396 +31,483 @@ BROKEN = "the change or the tests do not load"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`line`, which stands once in `file`, becomes `broken`; then `what` is wrong, and one of `tests` fails."""
+    """`code`, which `function` has once, becomes `broken`; then `what` is wrong, and one of `tests` fails.
+
+    `function` is a name as in `Class.method` that only one function with such code has. `code` is an expression or a
+    statement. A test may be written as `test_file::test_name` where several files have one of that name.
+    """
 
     name: str
-    file: str
-    line: str
+    function: str
+    code: str
     broken: str
     what: str
     tests: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Place:
+    """The bytes of a file between `start` and `end`, which hold a mutant's code."""
+
+    file: Path
+    start: int
+    end: int
+
+    def replaced(self, new: str) -> bytes:
+        text = self.file.read_bytes()
+        return text[: self.start] + new.encode() + text[self.end :]
+
+
+class NotFoundError(Exception):
+    """The list is out of date: a name or a piece of code is not there, or there several times."""
+
+
+def place_of(mutant: Mutant, root: Path) -> Place:
+    """Return where the mutant's code stands below `root`; raise NotFoundError unless it is one place."""
+    wanted, last = parsed(mutant.code), mutant.function.rpartition(".")[2]
+    functions, places = 0, []
+    for file in sources(root):
+        text = file.read_bytes()
+        if f"def {last}(".encode() not in text:
+            continue
+        for name, function in functions_of(ast.parse(text)):
+            if f".{name}".endswith(f".{mutant.function}"):
+                functions += 1
+                places += [Place(file, *span(node, text)) for node in ast.walk(function) if is_same(node, wanted)]
+    if len(places) == 1:
+        return places[0]
+    if not functions:
+        raise NotFoundError(f"{mutant.name}: there is no function {mutant.function}")
+    raise NotFoundError(f"{mutant.name}: {mutant.function} has this {len(places)} times and not once: {mutant.code}")
+
+
+def sources(root: Path) -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def functions_of(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield every function below `node` with its dotted name."""
+    for child in ast.iter_child_nodes(node):
+        named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name, child
+        yield from functions_of(child, f"{prefix}{child.name}." if named else prefix)
+
+
+def parsed(code: str) -> ast.expr | ast.stmt:
+    (statement,) = ast.parse(code if not code.startswith("return ") else f"def f():\n    {code}").body
+    if isinstance(statement, ast.FunctionDef):
+        (statement,) = statement.body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def is_same(node: ast.AST, wanted: ast.AST) -> bool:
+    return type(node) is type(wanted) and ast.dump(node) == ast.dump(wanted)
+
+
+def span(node: ast.AST, text: bytes) -> tuple[int, int]:
+    """Return the bytes of `text` that an expression or statement takes."""
+    lines = text.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in (node.lineno - 1, node.end_lineno - 1)]
+    return starts[0] + node.col_offset, starts[1] + node.end_col_offset
+
+
+def written(mutant: Mutant) -> str:
+    """Return the broken code as it stands in the place of the old, whatever is around it."""
+    return f"({mutant.broken})" if isinstance(parsed(mutant.broken), ast.expr) else mutant.broken
+
+
+def test_of(test: str, root: Path) -> str:
+    """Return pytest's address, below tests/, of a test given by its name."""
+    file, _, name = test.rpartition("::")
+    function = name.partition("[")[0]
+    paths = [p for p in (root / "tests").rglob(f"{file or 'test_*'}.py") if f"def {function}(" in p.read_text()]
+    if len(paths) != 1:
+        raise NotFoundError(f"{len(paths)} files have a test {test}, and not one")
+    return f"{paths[0].relative_to(root / 'tests').as_posix()}::{name}"
+
+
 MUTANTS = (
     # the plan of a pass
     Mutant(
-        "paper-index", "runtime/schedule.py",
+        "paper-index", "_paper_times",
         "[(t - 1.0, alpha[t], alpha[t - stride]) for t in range(level, 0, -stride)]",
         "[(t - 0.0, alpha[t], alpha[t - stride]) for t in range(level, 0, -stride)]",
         "the network is told t, and not t - 1",
-        ("runtime/test_schedule.py::test_paper_times_follow_algorithm_1",),
+        ("test_paper_times_follow_algorithm_1",),
     ),
     Mutant(
-        "paper-alpha-offset", "runtime/schedule.py",
+        "paper-alpha-offset", "_paper_times",
         "alpha = [1.0, *schedule.alphas_cumprod.tolist()]",
         "alpha = [*schedule.alphas_cumprod.tolist(), 1.0]",
         "alpha(t) is alphas_cumprod[t], and not [t - 1]; the last step does not land on 1",
-        ("runtime/test_schedule.py::test_paper_times_follow_algorithm_1",),
+        ("test_paper_times_follow_algorithm_1",),
     ),
     Mutant(
-        "reference-last-step", "runtime/schedule.py",
-        "alpha[t - skip] if t >= skip else 1.0) for t in calls]",
-        "alpha[max(0, t - skip)]) for t in calls]",
+        "reference-last-step", "_reference_times",
+        "alpha[t - skip] if t >= skip else 1.0",
+        "alpha[max(0, t - skip)]",
         "the authors' last step does not land on 1",
-        ("runtime/test_schedule.py::test_reference_times_are_those_of_the_authors_code[200-10-180]",),
+        ("test_reference_times_are_those_of_the_authors_code[200-10-180]",),
     ),
     Mutant(
-        "sigma", "runtime/schedule.py",
+        "sigma", "_sigma",
         "math.sqrt(1 - alpha_t / alpha_s)",
         "math.sqrt(1 - alpha_t)",
         "sigma without the ratio of the alphas",
-        ("runtime/test_schedule.py::test_sigma_is_diffusers_variance[paper]",),
+        ("test_sigma_is_diffusers_variance[paper]",),
     ),
     # the loop
     Mutant(
-        "first-noise", "runtime/sampler.py",
+        "first-noise", "noise_root",
         "return np.float32(np.sqrt(np.float32(1 - alpha)))",
         "return np.float32(1 - np.sqrt(np.float32(alpha)))",
         "1 - sqrt(a) for the noise of the first x_t, and not sqrt(1 - a)",
-        ("runtime/test_sampler.py::test_the_known_part_is_noised_with_the_initial_noise",),
+        ("test_the_known_part_is_noised_with_the_initial_noise",),
     ),
     Mutant(
-        "image-major", "runtime/sampler.py",
+        "image-major", "posterior_sampling",
         "y, m = np.repeat(observation, samples, axis=0), np.repeat(mask, samples, axis=0)",
         "y, m = np.tile(observation, (samples, 1, 1, 1)), np.tile(mask, (samples, 1, 1, 1))",
         "samples lie sample by sample, and are read image by image",
-        ("runtime/test_sampler.py::test_a_result_depends_on_neither_batch_nor_order[paper]",),
+        ("test_sampler::test_a_result_depends_on_neither_batch_nor_order[paper]",),
     ),
     Mutant(
-        "noise-order", "runtime/noise.py",
+        "noise-order", "NoiseBank.draw",
         "noise = self._keep(key, np.tile(noise[:samples], (images, 1, 1, 1)))",
         "noise = self._keep(key, np.repeat(noise[:samples], images, axis=0))",
         "which noise an image gets depends on its batch",
-        ("runtime/test_sampler.py::test_a_result_depends_on_neither_batch_nor_order[paper]",),
+        ("test_sampler::test_a_result_depends_on_neither_batch_nor_order[paper]",),
     ),
     Mutant(
-        "noise-key", "runtime/noise.py",
+        "noise-key", "NoiseBank._one",
         "[self.seed, sample, pass_index, step_index + 1, *self.shape]",
         "[self.seed, sample, 0, step_index + 1, *self.shape]",
         "both passes get the same noise",
-        ("runtime/test_noise.py::test_equal_keys_give_equal_noise_and_others_do_not",),
+        ("test_equal_keys_give_equal_noise_and_others_do_not",),
     ),
     Mutant(
-        "step-scalars", "runtime/sampler.py",
-        '"alpha_s": step.alpha_s,',
-        '"alpha_s": step.alpha_t,',
+        "step-scalars", "step_scalars",
+        "step.alpha_s",
+        "step.alpha_t",
         "a step goes nowhere",
-        ("runtime/test_sampler.py::test_the_unguided_pass_is_ddim_of_diffusers[paper]",),
+        ("test_the_unguided_pass_is_ddim_of_diffusers[paper]",),
     ),
     # one step
     Mutant(
-        "mask-blend", "export/step.py",
+        "mask-blend", "keep_normal",
         "return known + mask * (sample - known)",
         "return sample + mask * (known - sample)",
         "the mask the other way round",
-        ("export/test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+        ("test_every_variant_at_every_batch[biggan-Grouped]",),
     ),
     Mutant(
-        "residual-norm", "export/step.py",
+        "residual-norm", "residual_direction",
         "length = torch.sqrt((residual * residual).sum(dim=(1, 2, 3), keepdim=True))",
         "length = torch.sqrt((residual * residual).sum(dim=(0, 1, 2, 3), keepdim=True))",
         "one norm over the whole batch",
-        ("export/test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+        ("test_every_variant_at_every_batch[biggan-Grouped]",),
     ),
     Mutant(
-        "guidance-sign", "export/step.py",
+        "guidance-sign", "GuidedStep.forward",
         "guided = eps + guidance_scale * torch.sqrt(1 - alpha_t) * gradient",
         "guided = eps - guidance_scale * torch.sqrt(1 - alpha_t) * gradient",
         "guidance away from the observation",
-        ("export/test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+        ("test_every_variant_at_every_batch[biggan-Grouped]",),
     ),
     Mutant(
-        "gradient-rsqrt-alpha", "export/step.py",
+        "gradient-rsqrt-alpha", "GuidedStep._guidance",
         "return eps, (u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)) * torch.rsqrt(alpha)",
         "return eps, u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)",
         "the gradient without 1 / sqrt(a)",
-        ("export/test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+        ("test_every_variant_at_every_batch[biggan-Grouped]",),
     ),
     Mutant(
-        "spread-without-sigma", "export/step.py",
+        "spread-without-sigma", "PlainStep._update",
         "spread = torch.sqrt(torch.clamp(1 - alpha_s - sigma * sigma, min=0.0))",
         "spread = torch.sqrt(torch.clamp(1 - alpha_s - sigma, min=0.0))",
         "sigma, and not its square, is taken from the noise's share",
-        ("export/test_step_graph.py::test_every_variant_at_every_batch[biggan-Grouped]",),
+        ("test_every_variant_at_every_batch[biggan-Grouped]",),
     ),
     # the network and its pullback
     Mutant(
-        "sin-cos", "models/unet.py",
+        "sin-cos", "timestep_embedding",
         "return torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)",
         "return torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)",
         "the time embedding of another library",
-        ("models/test_unet.py::test_embedding_is_cos_then_sin[0.0]",),
+        ("test_embedding_is_cos_then_sin[0.0]",),
     ),
     Mutant(
-        "flip", "export/linearize.py",
+        "flip", "prepare_input_gradients",
         "flipped = module.weight.detach().transpose(0, 1).flip(2, 3).contiguous()",
         "flipped = module.weight.detach().transpose(0, 1).contiguous()",
         "the pullback convolves with weights that are not flipped",
-        ("export/test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+        ("test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
     ),
     Mutant(
-        "skip-order", "export/linearize.py",
+        "skip-order", "linearize.pull",
         "g = pullback(g + skip_gradients.pop())",
         "g = pullback(g + skip_gradients.pop(0))",
         "the gradients of the skips in the order of the decoder",
-        ("export/test_linearize.py::test_output_and_pullback_equal_autograd[pooled_one_head-Grouped-1]",),
+        ("test_output_and_pullback_equal_autograd[pooled_one_head-Grouped-1]",),
     ),
     Mutant(
-        "attention-scale", "export/linearize.py",
+        "attention-scale", "_attention",
         "scale = (channels // block.heads) ** -0.5",
         "scale = channels**-0.5",
         "the width of all heads, and not of one",
-        ("export/test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+        ("test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
     ),
     Mutant(
-        "attention-pullback", "export/linearize.py",
+        "attention-pullback", "_attention.pull",
         "g_qkv = _join_heads(g_q * scale, g_k, g_v, block.new_order)",
         "g_qkv = _join_heads(g_q, g_k, g_v, block.new_order)",
         "the scale is missing in the gradient of q",
-        ("export/test_linearize.py::test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
+        ("test_output_and_pullback_equal_autograd[biggan-Grouped-1]",),
     ),
     Mutant(
-        "silu-grouped", "export/norms.py",
+        "silu-grouped", "Grouped.silu",
         "slope = s + y * (1 - s)",
         "slope = s + s * (1 - s)",
         "derivative of another function",
-        ("export/test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
+        ("test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
     ),
     Mutant(
-        "silu-by-depthwise", "export/norms.py",
-        "slope = minus_s - y * q  # as in Grouped.silu, of n",
+        "silu-by-depthwise", "ByDepthwise.silu",
+        "slope = minus_s - y * q",
         "slope = minus_s + y * q",
         "a sign of the same in MNN's form",
-        ("export/test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[ByDepthwise]",),
+        ("test_a_norm_of_values_far_from_zero_keeps_its_digits[ByDepthwise]",),
     ),
     Mutant(
-        "mnn-product-sides", "export/mnn_graph.py",
+        "mnn-product-sides", "_Graph._product",
         "first, second = ((source, not turned) for source, turned in (second, first))",
         "first, second = ((source, turned) for source, turned in (second, first))",
         "a product with its factors exchanged and not turned round",
-        ("export/test_mnn_graph.py::test_the_rewritten_graph_computes_the_same",),
+        ("test_the_rewritten_graph_computes_the_same",),
     ),
     Mutant(
-        "mnn-one-more-term", "export/mnn_graph.py",
+        "mnn-one-more-term", "_Graph._one_more_term",
         "np.full((1, columns), -1, np.float32)",
         "np.full((1, columns), 1, np.float32)",
         "the softmax rule's shift is added",
-        ("export/test_mnn_graph.py::test_the_rewritten_graph_computes_the_same",),
+        ("test_the_rewritten_graph_computes_the_same",),
     ),
     Mutant(
-        "mnn-small-convolution", "export/mnn_graph.py",
-        "transpose(1, 0, 2, 3)[:, :, ::-1, ::-1]",
-        "transpose(1, 0, 2, 3)",
+        "mnn-small-convolution", "_Graph.transpose_small_convolutions",
+        "self._array(weights.name).transpose(1, 0, 2, 3)[:, :, ::-1, ::-1]",
+        "self._array(weights.name).transpose(1, 0, 2, 3)",
         "filters are not turned round",
-        ("export/test_mnn_graph.py::test_the_rewritten_graph_computes_the_same",),
+        ("test_the_rewritten_graph_computes_the_same",),
     ),
     Mutant(
-        "silu-by-channel", "export/norms.py",
+        "silu-by-channel", "ByChannel.silu.pull",
         "return stats.pull(g * ((1 - q) * (1 - opposite * q)))",
         "return stats.pull(g * ((1 - q) * (1 + opposite * q)))",
         "a sign of the same in the other form",
-        ("export/test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
+        ("test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
     ),
     Mutant(
-        "norm-pullback", "export/norms.py",
+        "norm-pullback", "Grouped.__call__.pull",
         "return (g_hat - x_hat * inner - g_hat.mean(dim=-1, keepdim=True)).reshape(g.shape)",
         "return (g_hat - x_hat * inner).reshape(g.shape)",
         "the norm's mean counts as a constant",
-        ("export/test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
+        ("test_a_norm_of_values_far_from_zero_keeps_its_digits[Grouped]",),
     ),
     Mutant(
-        "group-mean", "export/norms.py",
+        "group-mean", "_Statistics._by_group",
         "averaging = member.t() * (self.groups / channels)",
         "averaging = member.t() / channels",
         "means of groups too small by the number of groups",
-        ("export/test_linearize.py::test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
+        ("test_a_norm_of_values_far_from_zero_keeps_its_digits[ByChannel]",),
     ),
     # maps, mask and score
     Mutant(
-        "mask-side", "export/score.py",
+        "mask-side", "_mask",
         "return (anomaly_map > low + factor * (high - low)).to(anomaly_map.dtype)",
         "return (anomaly_map >= low + factor * (high - low)).to(anomaly_map.dtype)",
         "a map that is flat masks everything",
-        ("export/test_score_graph.py::test_equal_images_have_no_pixel_term",),
+        ("test_equal_images_have_no_pixel_term",),
     ),
     Mutant(
-        "mask-frozen-high", "export/score.py",
+        "mask-frozen-high", "_mask",
         "high = torch.where(frozen > 0, high, anomaly_map.amax(dim=(1, 2, 3), keepdim=True))",
         "high = anomaly_map.amax(dim=(1, 2, 3), keepdim=True)",
         "a frozen range whose upper end is the image's own",
-        ("export/test_score_graph.py::test_a_frozen_mask_range_replaces_the_maps_own",),
+        ("test_a_frozen_mask_range_replaces_the_maps_own",),
     ),
     Mutant(
-        "mask-range-per-image", "runtime/pipeline.py",
+        "mask-range-per-image", "mask_scalars",
         'frozen = float(mask_range is not None and settings.range != "per-image")',
         "frozen = float(mask_range is not None)",
         "a range that happens to be there replaces each image's own",
-        ("runtime/test_detector.py::test_a_mask_per_image_takes_no_range_from_elsewhere",),
+        ("test_a_mask_per_image_takes_no_range_from_elsewhere",),
     ),
     Mutant(
-        "top-mean", "export/score.py",
+        "top-mean", "Score._image_score",
         "return values.topk(self.settings.top).values.mean(dim=1)",
         "return values.mean(dim=1)",
         "the score is the mean of all pixels",
-        ("export/test_score_graph.py::test_paper_map_of_the_golden_features",),
+        ("test_paper_map_of_the_golden_features",),
     ),
     Mutant(
-        "feature-cosine", "export/score.py",
+        "feature-cosine", "Features.forward",
         "torch.clamp((f * f).sum(dim=1, keepdim=True), min=1e-16)",
         "torch.clamp((f * f).sum(dim=(1, 2, 3), keepdim=True), min=1e-16)",
         "features are normalised over the image, and not at each place",
-        ("export/test_score_graph.py::test_paper_map_of_the_golden_features",),
+        ("test_paper_map_of_the_golden_features",),
     ),
     Mutant(
-        "feature-upsampling", "export/score.py",
-        'distance, [height, width], mode="bilinear", align_corners=self.settings.align_corners',
-        'distance, [height, width], mode="bilinear", align_corners=False',
+        "feature-upsampling", "Score._feature_distance",
+        "self.settings.align_corners",
+        "False",
         "the authors' alignment of corners is ignored",
-        ("export/test_score_graph.py::test_reference_map_of_the_golden_features[0]",),
+        ("test_reference_map_of_the_golden_features[0]",),
     ),
     Mutant(
-        "pixel-weight", "export/score.py",
+        "pixel-weight", "Score._difference",
         "return (feature + self.settings.eta * self._pixel(residual, feature)).mean(dim=1)",
         "return (feature + self._pixel(residual, feature)).mean(dim=1)",
         "eta is ignored",
-        ("export/test_score_graph.py::test_paper_map_of_the_golden_features",),
+        ("test_paper_map_of_the_golden_features",),
     ),
     Mutant(
-        "pixel-weight-alone", "export/score.py",
+        "pixel-weight-alone", "Score._difference",
         "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).mean(dim=1)",
         "return residual.sum(dim=2, keepdim=True).mean(dim=1)",
         "eta is ignored where there are no features",
-        ("export/test_score_graph.py::test_a_map_of_pixels_alone_is_their_weighted_difference",),
+        ("test_a_map_of_pixels_alone_is_their_weighted_difference",),
     ),
     Mutant(
-        "samples-mean", "export/score.py",
+        "samples-mean", "Score._difference",
         "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).mean(dim=1)",
         "return (self.settings.eta * residual.sum(dim=2, keepdim=True)).amax(dim=1)",
         "the worst sample, and not the mean of all",
-        ("export/test_score_graph.py::test_a_map_of_pixels_alone_is_their_weighted_difference",),
+        ("test_a_map_of_pixels_alone_is_their_weighted_difference",),
     ),
     # verdicts
     Mutant(
-        "threshold-rank", "runtime/calibration.py",
+        "threshold-rank", "good_threshold",
         "rank = min(count, math.ceil((count + 1) * (1 - false_alarm_rate) - 1e-9))",
         "rank = min(count, math.ceil(count * (1 - false_alarm_rate) - 1e-9))",
         "the plain quantile: more false alarms than promised",
-        ("runtime/test_calibration.py::test_the_promised_rate_holds_on_new_images[30-0.3]",),
+        ("test_the_promised_rate_holds_on_new_images[30-0.3]",),
     ),
     Mutant(
-        "mask-range-pass", "runtime/calibration.py",
-        "mask_low=first.low,",
-        "mask_low=last.low,",
+        "mask-range-pass", "calibrate",
+        "first.low",
+        "last.low",
         "the frozen mask range is measured on the last maps",
-        ("runtime/test_calibration.py::test_calibrate_measures_threshold_and_ranges",),
+        ("test_calibrate_measures_threshold_and_ranges",),
     ),
     Mutant(
-        "exit-below-threshold", "runtime/calibration.py",
+        "exit-below-threshold", "exit_limit",
         "return min(calibration.first_quantiles[EXIT_SHARES.index(share)], calibration.threshold)",
         "return calibration.first_quantiles[EXIT_SHARES.index(share)]",
         "who would fail may leave early",
-        ("runtime/test_calibration.py::test_an_early_exit_is_below_its_share_of_good_parts_and_below_the_threshold",),
+        ("test_an_early_exit_is_below_its_share_of_good_parts_and_below_the_threshold",),
     ),
     Mutant(
-        "exit-side", "runtime/pipeline.py",
+        "exit-side", "Pipeline._inspect",
         'leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)',
         'leaves = first["anomaly_score"] < (-np.inf if exit_limit is None else exit_limit)',
         "the good part that set the limit does not leave",
-        ("runtime/test_detector.py::test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
+        ("test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
     ),
     Mutant(
-        "verdict-side", "runtime/detector.py",
+        "verdict-side", "Detector._result",
         'verdict = "fail" if score > threshold else "pass"',
         'verdict = "fail" if score >= threshold else "pass"',
         "the good part that set the threshold fails",
-        ("runtime/test_detector.py::test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
+        ("test_who_scores_as_the_limit_leaves_early_and_who_scores_as_the_threshold_passes",),
     ),
     Mutant(
-        "first-sample", "runtime/detector.py",
-        "posterior_sample=found.posterior_samples[index * self._settings.sampler.samples],",
-        "posterior_sample=found.posterior_samples[index],",
+        "first-sample", "Detector._result",
+        "index * self._settings.sampler.samples",
+        "index",
         "a result shows the sample of another image",
-        ("runtime/test_detector.py::test_the_map_averages_over_samples[2]",),
+        ("test_the_map_averages_over_samples[2]",),
     ),
     # pictures
     Mutant(
-        "channel-order", "runtime/preprocessing.py",
+        "channel-order", "to_unit",
         "rgb.transpose(2, 0, 1).astype(np.float32)",
         "rgb[..., ::-1].transpose(2, 0, 1).astype(np.float32)",
         "BGR",
-        ("runtime/test_preprocessing.py::test_resize_is_the_antialiased_bilinear_of_torch",),
+        ("test_resize_is_the_antialiased_bilinear_of_torch",),
     ),
     Mutant(
-        "resize", "runtime/preprocessing.py",
+        "resize", "Preprocessing.__call__",
         "picture = picture.resize(size, Image.Resampling.BILINEAR)",
         "picture = picture.resize(size, Image.Resampling.BICUBIC)",
         "another filter than in training",
-        ("runtime/test_preprocessing.py::test_resize_is_the_antialiased_bilinear_of_torch",),
+        ("test_resize_is_the_antialiased_bilinear_of_torch",),
     ),
     Mutant(
-        "rounding", "runtime/preprocessing.py",
+        "rounding", "to_uint8",
         "levels = np.rint((np.clip(chw, -1, 1) + 1) * 127.5)",
         "levels = (np.clip(chw, -1, 1) + 1) * 127.5",
         "levels are cut off, and not rounded",
-        ("runtime/test_preprocessing.py::test_units_are_exact_and_reversible",),
+        ("test_units_are_exact_and_reversible",),
     ),
     # gates
     Mutant(
-        "parity-nan", "export/parity.py",
+        "parity-nan", "Report.failures",
         "return [name for name, error in self.errors.items() if not error <= self.tolerances.get(name, 0.0)]",
         "return [name for name, error in self.errors.items() if error > self.tolerances.get(name, 0.0)]",
         "a network that gives NaN passes the gate of an export",
-        ("export/test_export.py::test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
+        ("test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
     ),
     Mutant(
-        "parity-worst", "export/parity.py",
+        "parity-worst", "Report.compare",
         "self.errors[name] = float(np.maximum(self.errors.get(name, 0.0), error))",
         "self.errors[name] = error",
         "only the last comparison counts",
-        ("export/test_export.py::test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
+        ("test_the_gate_keeps_the_worst_error_and_lets_no_nan_through",),
     ),
     Mutant(
-        "file-hash", "runtime/manifest.py",
-        "if FileEntry.of(path).sha256 != entry.sha256:",
-        "if not entry.sha256:",
+        "file-hash", "_verify",
+        "FileEntry.of(path).sha256 != entry.sha256",
+        "not entry.sha256",
         "a changed file of the right size is loaded",
-        ("runtime/test_manifest.py::test_one_flipped_bit_is_found",),
+        ("test_one_flipped_bit_is_found",),
     ),
     Mutant(
-        "plan-release", "runtime/trt.py",
-        "if entry.version != version:",
-        'if entry.version.split(".")[0] != version.split(".")[0]:',
+        "plan-release", "check_plan",
+        "entry.version != version",
+        'entry.version.split(".")[0] != version.split(".")[0]',
         "a plan of another minor release is given to the library",
-        ("runtime/test_trt.py::test_a_plan_is_for_its_very_release_and_for_its_cards",),
+        ("test_a_plan_is_for_its_very_release_and_for_its_cards",),
     ),
     Mutant(
-        "plan-card", "runtime/trt.py",
-        "if card.compute_capability not in entry.compute_capabilities:",
-        "if not entry.compute_capabilities:",
+        "plan-card", "check_plan",
+        "card.compute_capability not in entry.compute_capabilities",
+        "not entry.compute_capabilities",
         "a plan of another card is given to the library",
-        ("runtime/test_trt.py::test_a_plan_is_for_its_very_release_and_for_its_cards",),
+        ("test_a_plan_is_for_its_very_release_and_for_its_cards",),
     ),
     # the server
     Mutant(
-        "token", "serving/http/guard.py",
-        "hmac.compare_digest(_digest(given.strip().encode()), self._digest):",
-        "hmac.compare_digest(_digest(given.strip().encode())[:0], self._digest[:0]):",
+        "token", "Guard._check_token",
+        "hmac.compare_digest(_digest(given.strip().encode()), self._digest)",
+        "hmac.compare_digest(_digest(given.strip().encode())[:0], self._digest[:0])",
         "any token opens",
-        ("serving/test_serve_access.py::test_only_the_very_token_opens_the_door",),
+        ("test_only_the_very_token_opens_the_door",),
     ),
     Mutant(
-        "queue-bound", "serving/http/model.py",
-        "if waiting >= self._limit or (waiting and wait + self._worker.seconds > left):",
-        "if waiting > self._limit or (waiting and wait + self._worker.seconds > left):",
+        "queue-bound", "Model.check_room",
+        "waiting >= self._limit or (waiting and wait + self._worker.seconds > left)",
+        "waiting > self._limit or (waiting and wait + self._worker.seconds > left)",
         "one request more than was said",
-        ("serving/test_serve_endures.py::test_the_queue_holds_as_many_as_was_said",),
+        ("test_the_queue_holds_as_many_as_was_said",),
     ),
     Mutant(
-        "reload-mixes", "serving/http/worker.py",
+        "reload-mixes", "Worker._gather",
         "is_other = item.engine is not batch[0].engine",
         "is_other = item.engine is None",
         "after a reload images are judged by the model before it",
-        ("serving/test_serve_worker.py::test_each_item_is_judged_by_the_engine_it_was_prepared_for",),
+        ("test_each_item_is_judged_by_the_engine_it_was_prepared_for",),
     ),
 )  # fmt: skip
 
@@ -434,19 +525,17 @@ def copied(root: Path = ROOT) -> Iterator[Path]:
 
 @contextmanager
 def broken(mutant: Mutant, tree: Path) -> Iterator[None]:
-    """The tree with the line changed, and what Python keeps of that file forgotten."""
-    file = tree / mutant.file
-    text = file.read_text()
-    if text.count(mutant.line) != 1:
-        raise SystemExit(f"{mutant.name}: the line should stand once in {mutant.file}: {mutant.line}")
-    kept = Path(cache_from_source(str(file)))
+    """The tree with the code changed, and what Python keeps of that file forgotten."""
+    place = place_of(mutant, tree)
+    text = place.file.read_bytes()
+    kept = Path(cache_from_source(str(place.file)))
     try:
         kept.unlink(missing_ok=True)
-        file.write_text(text.replace(mutant.line, mutant.broken))
+        place.file.write_bytes(place.replaced(written(mutant)))
         yield
     finally:
         kept.unlink(missing_ok=True)
-        file.write_text(text)
+        place.file.write_bytes(text)
 
 
 def judge(tests: Sequence[str], tree: Path) -> tuple[int | None, str]:
@@ -454,7 +543,7 @@ def judge(tests: Sequence[str], tree: Path) -> tuple[int | None, str]:
     log = tree.parent / "log"
     context = get_context("forkserver")
     context.set_forkserver_preload(LOADED)
-    process = context.Process(target=_pytest, args=([f"tests/{test}" for test in tests], tree, log))
+    process = context.Process(target=_pytest, args=([f"tests/{test_of(test, tree)}" for test in tests], tree, log))
     process.start()
     process.join(LONGEST)
     if process.exitcode is None:
@@ -484,7 +573,7 @@ def outcome_of(mutant: Mutant, tree: Path) -> tuple[str, str]:
     """ "killed" with the test that failed, or "survived" or "void" with what is to be said of it."""
     with broken(mutant, tree):
         status, output = judge(mutant.tests, tree)
-    if status == 1 and (failed := re.search(r"^FAILED tests/(\S+)", output, re.MULTILINE)):
+    if status == 1 and (failed := re.search(r"^FAILED tests/\S+?::(\S+)", output, re.MULTILINE)):
         return "killed", failed[1]
     if status == 0:
         return "survived", "nothing"
@@ -494,11 +583,11 @@ def outcome_of(mutant: Mutant, tree: Path) -> tuple[str, str]:
 
 HEAD = """# Mutations
 
-Lines of the method, of gates and of the server, each broken once, and the test that failed then.
+Code of the method, of gates and of the server, each broken once, and the test that failed then.
 `python tests/mutants.py --report docs/mutations.md` (Linux) writes this; with names it replaces their rows only. Only
-the tests named beside a line in `tests/mutants.py` ran, and they passed without the change.
+the tests named beside a mutation in `tests/mutants.py` ran, and they passed without the change.
 
-| mutation | file | what is wrong then | outcome | by |
+| mutation | function | what is wrong then | outcome | by |
 |---|---|---|---|---|
 """
 
@@ -510,7 +599,7 @@ def write_report(path: Path, outcomes: dict[str, tuple[str, str]]) -> None:
     for mutant in MUTANTS:
         if mutant.name in outcomes:
             outcome, by = outcomes[mutant.name]
-            cells = (f"`{mutant.name}`", f"`{mutant.file}`", mutant.what, outcome, f"`{by}`")
+            cells = (f"`{mutant.name}`", f"`{mutant.function}`", mutant.what, outcome, f"`{by}`")
             known[mutant.name] = f"| {' | '.join(cells)} |"
     path.write_text(HEAD + "".join(f"{known[m.name]}\n" for m in MUTANTS if m.name in known))
 
@@ -525,6 +614,8 @@ def main() -> int:
     mutants = [mutant for mutant in MUTANTS if not chosen.names or mutant.name in chosen.names]
     outcomes: dict[str, tuple[str, str]] = {}
     with copied() as tree:
+        for mutant in mutants:  # all before the first: an hour is long to find that the last has moved
+            place_of(mutant, tree)
         for mutant in mutants:
             outcomes[mutant.name] = outcome_of(mutant, tree)
             print(mutant.name, *outcomes[mutant.name], flush=True)
