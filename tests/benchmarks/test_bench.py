@@ -29,11 +29,11 @@ from mdps.benchmarks.bench.timer import EventTimer, WallTimer, torch_timer
 from mdps.benchmarks.bench.variations import Variations
 from mdps.benchmarks.bench.worker import Worker, serve
 from mdps.cli import cli
+from mdps.commands import terminal
 from mdps.export.methods import autoddpm
 from mdps.models.unet import AttentionBlock
 from mdps.runtime import UsageError, load
 from mdps.runtime.manifest import Manifest
-from mdps.serving import terminal
 
 CONTRACT = ("name", "median_ms", "p95_ms", "peak_mb", "ratio_to_ours")
 

@@ -20,9 +20,9 @@ from mdps.benchmarks.evaluation_plots import best_threshold
 from mdps.benchmarks.evaluation_report import markdown, write_summary
 from mdps.benchmarks.looks import Box, Look
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.terminal import run
 
 MakeCategory = Callable[..., Path]
 

@@ -28,11 +28,11 @@ from mdps.benchmarks.gpu_check.run import Minutes, UsedMemory, Workshop, run_che
 from mdps.benchmarks.gpu_check.stages import PlanRuns
 from mdps.benchmarks.gpu_check.workfolder import Prepared, parsed
 from mdps.cli import cli
+from mdps.commands import terminal
 from mdps.runtime import cards
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import UsageError
 from mdps.runtime.session import Port
-from mdps.serving import terminal
 from mdps.serving.inputs import find_images
 
 

@@ -17,7 +17,7 @@ from mdps.benchmarks.peers import PEERS, PeerOptions, PeerSkippedError, compare,
 from mdps.benchmarks.peers.pictures import write_textures
 from mdps.benchmarks.peers.recipes import settings_of
 from mdps.benchmarks.peers.weights import layer_names, local_backbone
-from mdps.benchmarks.peers_command import peers
+from mdps.commands.peers import peers
 from mdps.models.backbones import IMAGENET, load_backbone
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing

@@ -26,9 +26,9 @@ from mdps.benchmarks.reproduce.run import ReproduceOptions, Reproduction, reprod
 from mdps.benchmarks.reproduce.variants import TABLES, Changes, variants
 from mdps.benchmarks.streaming import PixelCounts
 from mdps.cli import cli
+from mdps.commands.terminal import run as run_command
 from mdps.runtime.errors import UsageError
 from mdps.runtime.settings import paper_settings
-from mdps.serving.terminal import run as run_command
 
 # The 32 x 32 network of the tests, with as little as an export can do.
 CHOICES: dict[str, Any] = {

@@ -18,9 +18,9 @@ from mdps.benchmarks.sweep import PLAIN_TERMS, Setting, Sweep, SweepOptions, Tri
 from mdps.benchmarks.sweep_report import markdown, plot
 from mdps.benchmarks.sweep_terms import Scoring, Terms, draw, masks, scores
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import load
 from mdps.runtime.errors import UsageError
-from mdps.serving.terminal import run
 
 CHOICES: dict[str, Any] = {
     "image_size": 32, "backbone": "random_tiny", "noise_level": 198, "steps": 2, "seed": 0, "feature_size": 32,

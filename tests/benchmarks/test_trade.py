@@ -29,13 +29,13 @@ from mdps.benchmarks.trade.report import markdown
 from mdps.benchmarks.trade.study import Trade, TradeOptions, trade
 from mdps.benchmarks.trade.timing import Clock, Way, steps_within
 from mdps.cli import cli
+from mdps.commands import terminal
 from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import UsageError, load
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.session import open_session
 from mdps.runtime.settings import PassSettings, paper_settings, reference_settings
-from mdps.serving import terminal
 
 CHOICES: dict[str, Any] = {"image_size": 32, "backbone": "random_tiny", "noise_level": 10, "feature_size": 32}
 

@@ -21,10 +21,10 @@ import mdps.runtime
 import mdps.serving.run  # before a fixture fakes what it imports
 from mdps import __version__
 from mdps.cli import cli, export
+from mdps.commands.terminal import needs, run
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.terminal import needs, run
 
 COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo", "bench")
 
@@ -95,7 +95,7 @@ def test_commands_with_arguments_show_examples(command: str, capsys: pytest.Capt
 
 def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from mdps.cli import cli; from mdps.serving.terminal import run; run(cli, ['--help']); "
+        "import sys; from mdps.cli import cli; from mdps.commands.terminal import run; run(cli, ['--help']); "
         "print(sorted({'numpy', 'PIL', 'torch', 'onnxruntime'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith(
@@ -502,7 +502,7 @@ def test_a_missing_module_of_our_own_is_not_called_an_extra() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
 def test_a_reader_that_leaves_is_no_error() -> None:
     code = (
-        "import sys, click; from mdps.serving.terminal import run\n"
+        "import sys, click; from mdps.commands.terminal import run\n"
         "say = click.Command('mdps', callback=lambda: [click.echo('x' * 1000) for _ in range(1000)])\n"
         "sys.exit(run(say, []))"
     )

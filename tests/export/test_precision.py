@@ -14,6 +14,7 @@ import torch
 from onnx import ModelProto, TensorProto
 
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.emulate import emulate
 from mdps.export.linearize import linearize, prepare_input_gradients
@@ -30,7 +31,6 @@ from mdps.runtime import load
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
-from mdps.serving.terminal import run
 
 FORMS = pytest.mark.parametrize("norms", [Grouped(), ByChannel()], ids=lambda form: type(form).__name__)
 ALLOWED = {"fp16": 2e-2, "bf16": 16e-2}  # of the largest value; fp16's is what a step may be off, bf16 has 3 bits less

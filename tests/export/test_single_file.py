@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from PIL import Image
 
-from mdps.cli import ONE_FILE, cli, export
+from mdps.cli import cli, export
+from mdps.commands.single_file import ONE_FILE
+from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import single_file as module
 from mdps.export.merge import Merger
@@ -27,7 +29,6 @@ from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, load
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.manifest import Manifest
-from mdps.serving.terminal import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))

@@ -21,13 +21,13 @@ from PIL import Image
 
 from mdps.benchmarks.demo import CHECKPOINT, OPTIONS
 from mdps.benchmarks.samples import Sample
+from mdps.commands.serve import _token
+from mdps.commands.terminal import run
 from mdps.export import export_bundle
 from mdps.models.checkpoints.statements import read_sidecar
 from mdps.runtime import load
 from mdps.runtime.pictures import read_image
 from mdps.runtime.pipeline import check_finite
-from mdps.serving.http.command import _token
-from mdps.serving.terminal import run
 
 ROOT = Path(__file__).resolve().parents[2]
 BOM = b"\xef\xbb\xbf"  # what Notepad and PowerShell write in front of UTF-8

@@ -12,13 +12,13 @@ from PIL import Image
 
 import mdps.export
 from mdps.cli import cli
+from mdps.commands.terminal import needs, run
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.engine import Built
 from mdps.export.plans import add_plans
 from mdps.runtime import load
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.manifest import Manifest
-from mdps.serving.terminal import needs, run
 
 
 class NamesAsPlans:

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import BackendError, UsageError, choice, load
 from mdps.runtime.choice import BackendWarning, CpuSituation, cache_file, choose, installed
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.session import BACKENDS
-from mdps.serving.terminal import run
 
 SITUATION = CpuSituation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
 BOTH = ("onnxruntime", "openvino")

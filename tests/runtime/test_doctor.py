@@ -13,11 +13,11 @@ import onnx
 import pytest
 
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import doctor, trt
 from mdps.runtime.cards import Card
 from mdps.runtime.device import cuda, seam
 from mdps.runtime.errors import BackendError
-from mdps.serving.terminal import run
 
 
 class FakeSession:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import BackendError, Detector, UsageError, choice, load
@@ -23,7 +24,6 @@ from mdps.runtime.choice import BackendWarning, installed
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.session import open_session
 from mdps.runtime.threads import available_cpus
-from mdps.serving.terminal import run
 
 pytest.importorskip("MNN")
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 from mdps.benchmarks.judges import BundleJudge
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, calibrate, load
 from mdps.runtime.doctor import ProviderCheck, diagnose
 from mdps.runtime.loading import choose_backend
@@ -28,7 +29,6 @@ from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
 from mdps.runtime.openvino import COMPILED_AT_ONCE, OpenVinoSession, has_bfloat16
 from mdps.runtime.session import open_session
 from mdps.runtime.threads import available_cpus
-from mdps.serving.terminal import run
 
 library = pytest.importorskip("openvino")
 needs_bfloat16 = pytest.mark.skipif(

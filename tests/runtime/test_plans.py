@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mdps.cli import export as export_command
+from mdps.commands.terminal import run
 from mdps.export.engine import Built
 from mdps.export.plans import add_plans, profile_of
 from mdps.models.checkpoints import save_denoiser
@@ -22,7 +23,6 @@ from mdps.runtime.errors import BackendError, BundleError
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.plans import plans_of
 from mdps.runtime.schedule import NoiseSchedule
-from mdps.serving.terminal import run
 
 
 @dataclass

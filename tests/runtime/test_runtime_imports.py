@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("runtime", "models", "export", "training", "serving", "benchmarks")
+PARTS = ("runtime", "models", "export", "training", "serving", "benchmarks", "commands")
 ALLOWED = {
     "runtime": set(),
     "models": {"runtime"},
@@ -17,8 +17,9 @@ ALLOWED = {
     "training": {"models", "runtime"},
     "serving": {"runtime"},
     "benchmarks": {"runtime"},
+    "commands": set(PARTS),
 }
-# The demo and its network walk the product's whole path, as the command line does; nothing imports them but it.
+# The demo and its network walk the product's whole path, as the commands do; nothing imports them but those.
 WHOLE_PATH = {
     "benchmarks/demo.py",
     "benchmarks/sweep_demo.py",
@@ -30,22 +31,8 @@ WHOLE_PATH = {
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
 ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py", "benchmarks/peers/weights.py"}
 ALSO_MODELS |= {"benchmarks/gpu_check/oracle.py"}
-# The commands that measure, and what shows an evaluation with the pictures and pages of an inspection.
-ALSO_SERVING = {
-    f"benchmarks/{name}.py"
-    for name in (
-        "commands",
-        "study_commands",
-        "peers_command",
-        "trade_command",
-        "judges",
-        "gallery",
-        "evaluation_report",
-        "evaluation_page",
-        "gpu_check/command",
-        "gpu_check/__main__",
-    )
-}
+# What shows an evaluation with the pictures and pages of an inspection.
+ALSO_SERVING = {f"benchmarks/{name}.py" for name in ("judges", "gallery", "evaluation_report", "evaluation_page")}
 # A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.
 ALSO_EXPORT = {"benchmarks/reproduce/bundles.py", "benchmarks/bench/remade.py", "benchmarks/trade/precision.py"}
 RUNTIME_MODULES = sorted(
@@ -85,12 +72,18 @@ def test_dependencies_point_one_way(part):
 
 
 def test_nothing_but_the_command_line_imports_what_walks_the_whole_path():
-    commands = "benchmarks/commands.py"
     names = {path[:-3].replace("/", ".") for path in WHOLE_PATH}
-    for part in PARTS:
+    for part in set(PARTS) - {"commands"}:
         for path in (ROOT / part).rglob("*.py"):
-            if path.relative_to(ROOT).as_posix() not in WHOLE_PATH | {commands}:
+            if path.relative_to(ROOT).as_posix() not in WHOLE_PATH:
                 assert not [name for name in imported(path) if any(f"mdps.{whole}" in name for whole in names)], path
+
+
+def test_only_the_commands_know_the_library_of_the_command_line():
+    for part in set(PARTS) - {"commands"}:
+        for path in (ROOT / part).rglob("*.py"):
+            if path.name not in {"serve_load.py", "serve_overhead.py"}:
+                assert "click" not in {name.split(".")[0] for name in imported(path)}, path
 
 
 def test_the_oracle_computes_its_own():

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mdps.cli import cli
-from mdps.serving.terminal import run
+from mdps.commands.terminal import run
 from mdps.training import outcome
 from mdps.training.folder import CONFIG
 

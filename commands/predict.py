@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from mdps.serving.hints import mention_plans
-from mdps.serving.options import (
+from mdps.commands.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
@@ -18,7 +17,7 @@ from mdps.serving.options import (
     THREADS,
     TRACEBACK,
 )
-from mdps.serving.terminal import SOME_FAILED, spoken_warnings
+from mdps.commands.terminal import SOME_FAILED, spoken_warnings
 
 
 @click.command(
@@ -64,6 +63,7 @@ def predict(
     Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, error), maps/*.npy
     (float32, in the unit of the score), overlays/*.png and report.html into --out.
     """
+    from mdps.commands.messages import mention_plans
     from mdps.runtime import load
     from mdps.serving.earlier import refuse_results
     from mdps.serving.run import inspect_folder

@@ -1,4 +1,4 @@
-"""The commands that measure: parse, call, print. What one needs is imported when it runs, so that help is quick."""
+"""`mdps evaluate`: parses, calls, prints."""
 
 import json
 from dataclasses import replace
@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mdps.benchmarks.gpu_check.command import gpu_check
-from mdps.benchmarks.peers_command import peers
-from mdps.benchmarks.study_commands import reproduce, sweep
-from mdps.benchmarks.trade_command import trade
-from mdps.serving.hints import mention_plans
-from mdps.serving.options import (
+from mdps.commands.options import (
     AS_JSON,
     BACKEND,
     BUNDLE,
@@ -27,10 +22,9 @@ from mdps.serving.options import (
     SAMPLES,
     THREADS,
     TRACEBACK,
-    bench_choices,
     largest_side,
 )
-from mdps.serving.terminal import SOME_FAILED, needs, print_values, say, spoken_warnings
+from mdps.commands.terminal import SOME_FAILED, needs, spoken_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +85,7 @@ def evaluate(
         from mdps.benchmarks.evaluate import evaluate as measure
         from mdps.benchmarks.evaluation_report import check_folder, markdown, to_json, write_summary
         from mdps.benchmarks.judges import BundleJudge
+        from mdps.commands.messages import mention_plans
     chosen = chosen_categories(dataset, categories)
     if out is not None:
         check_folder(out)
@@ -135,63 +130,3 @@ def _mask_range(value: Any) -> "Callable[[Settings], Settings] | None":
         return replace(settings, mask=replace(settings.mask, range=value))
 
     return change
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  mdps demo
-  mdps demo --json --out /var/www/demo"""
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("demo-report"),
-    show_default=True,
-    help="Folder for the report.",
-)
-@THREADS
-@AS_JSON
-@TRACEBACK
-def demo(out: Path, threads: int | None, as_json: bool) -> None:
-    """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
-    with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.demo import run_demo
-    print_values(run_demo(out, threads=threads, say=say).to_json(), as_json)
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  mdps bench bundle
-  mdps bench bundle --ckpt denoiser.pt --peers patchcore,draem,padim,efficientad --out bench
-  mdps bench bundle --batches 2,4,8,16 --samples 2,4,8,16 --torch none --peers none --json"""
-)
-@BUNDLE
-@bench_choices
-@THREADS
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for bench.md, bench.png, bench.json, machine.json."
-)
-@AS_JSON
-@TRACEBACK
-def bench(bundle: Path, out: Path | None, as_json: bool, **choices: Any) -> int:
-    """Time a bundle beside torch and other detectors, one image at a time, in one interleaved run.
-
-    Prints a table, or with --json a list of rows; who cannot run here is named with the reason. Exit code 1 where
-    nobody could. Leave the machine alone meanwhile.
-    """
-    from mdps.benchmarks.bench.report import markdown, write_report
-    from mdps.benchmarks.bench.run import BenchOptions, run_bench
-
-    if out is not None:
-        with needs("bench"):
-            import matplotlib  # noqa: F401 - before an hour of measuring, not after it
-    result = run_bench(bundle, BenchOptions(**choices), say=say)
-    if out is not None:
-        write_report(result, out)
-    click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
-    return 0 if any(row.median_ms is not None for row in result.rows) else 1
-
-
-COMMANDS = (evaluate, peers, reproduce, sweep, trade, demo, bench, gpu_check)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import (
+from mdps.commands.options import (
     AS_JSON,
     BACKEND,
     CATEGORIES,
@@ -21,8 +21,8 @@ from mdps.serving.options import (
     export_choices,
     largest_side,
 )
-from mdps.serving.options import listed as listed  # by this name for `mdps trade` too
-from mdps.serving.terminal import needs, say, spoken_warnings
+from mdps.commands.options import listed as listed  # by this name for `mdps trade` too
+from mdps.commands.terminal import needs, say, spoken_warnings
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 # What a study decides itself, of the options of an export.

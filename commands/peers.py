@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from mdps.serving.options import AS_JSON, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
-from mdps.serving.terminal import SOME_FAILED, needs, say
+from mdps.commands.options import AS_JSON, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
+from mdps.commands.terminal import SOME_FAILED, needs, say
 
 
 def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
@@ -64,9 +64,9 @@ def peers(
     with needs("peers"):
         import anomalib  # noqa: F401 - before anything is read
 
-        from mdps.benchmarks.commands import chosen_categories
         from mdps.benchmarks.evaluation_report import check_folder
         from mdps.benchmarks.peers.compare import compare, markdown
+        from mdps.commands.evaluate import chosen_categories
     chosen = chosen_categories(dataset, categories)
     check_folder(out)
     given = {key: value for key, value in options.items() if value is not None}

@@ -42,6 +42,13 @@ EARLY_EXIT = click.option(
     help="Skip the mask pass where the first one scores no higher than this share of good parts did, 0.05 to 0.95 "
     "[default: the bundle's, which is 0, off].",
 )
+FALSE_ALARM_RATE = click.option(
+    "--false-alarm-rate",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.01,
+    show_default=True,
+    help="Share of good parts that may fail.",
+)
 DATASET = click.argument("dataset", type=click.Path(path_type=Path))
 CATEGORIES = click.option(
     "--category", "categories", multiple=True, help="Only this category; may be given several times."

@@ -1,9 +1,14 @@
-"""What a calibration and a bundle are, in a few lines for people."""
+"""What the commands say of a bundle and a calibration, in a few lines for people."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import click
+from click.core import ParameterSource
+
+from mdps.commands.terminal import say
 from mdps.runtime.calibration import Calibration
+from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.plans import plans_of
 
@@ -57,3 +62,24 @@ def next_predict(bundle: object, options: Mapping[str, Any]) -> str:
     usual = {"product": "default", "backend": "onnxruntime", "provider": "cpu"}
     given = [f" --{name} {value}" for name, value in options.items() if value not in (None, usual.get(name))]
     return f"next: mdps predict {bundle} IMAGES --out results{''.join(given)}"
+
+
+def mention_plans(*bundles: object) -> None:
+    """A line on stderr for each bundle with engine plans that the current command's defaults would leave unused.
+
+    Nothing where --backend or --provider was given: then the processor was chosen. A folder that is no bundle is left
+    to `load`.
+    """
+    context = click.get_current_context()
+    if any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("backend", "provider")):
+        return
+    for bundle in bundles:
+        try:
+            plans = plans_of(Manifest.read(str(bundle), verify=False))
+        except (MdpsError, OSError):
+            continue
+        if backends := list(dict.fromkeys(plan.backend for plan in plans)):
+            say(
+                f"{bundle} has plans for {' and '.join(backends)}, but this runs on the CPU: add "
+                f"--backend {' or '.join(backends)} to use them"
+            )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from mdps.serving.options import AS_JSON, THREADS, TRACEBACK
-from mdps.serving.terminal import SOME_FAILED
+from mdps.commands.options import AS_JSON, THREADS, TRACEBACK
+from mdps.commands.terminal import SOME_FAILED
 
 
 def _among(*known: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:

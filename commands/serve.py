@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mdps.serving.hints import mention_plans
-from mdps.serving.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
-from mdps.serving.terminal import needs, spoken_warnings
+from mdps.commands.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
+from mdps.commands.terminal import needs, spoken_warnings
 
 if TYPE_CHECKING:
     from mdps.serving.http.server import Served
@@ -80,6 +79,7 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
     """
     _keep_stderr()
     with needs("serve", "cpu"):
+        from mdps.commands.messages import mention_plans
         from mdps.serving.http.options import Limits, Loading, ServerOptions
         from mdps.serving.http.server import run
     loading = Loading(

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from mdps.benchmarks.study_commands import listed, with_export_options
-from mdps.serving.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK
-from mdps.serving.terminal import needs, spoken_warnings
+from mdps.commands.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK
+from mdps.commands.study import listed, with_export_options
+from mdps.commands.terminal import needs, spoken_warnings
 
 COMPARED = ("gradient", "steps", "mask_pass", "method")
 
@@ -61,10 +61,10 @@ def trade(
     steps and at equal time, with paired intervals. Writes trade.json, trade.md and trade.png into --out.
     """
     with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.commands import chosen_categories
         from mdps.benchmarks.trade.report import markdown
         from mdps.benchmarks.trade.study import TradeOptions
         from mdps.benchmarks.trade.study import trade as measure
+        from mdps.commands.evaluate import chosen_categories
     found = chosen_categories(dataset, (category,) if category else ())
     if len(found) > 1:
         raise click.UsageError(f"{dataset} has {len(found)} categories: choose one with --category {found[0].name}")

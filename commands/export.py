@@ -1,0 +1,81 @@
+"""`mdps export`: parses, calls, prints."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mdps.commands.options import FALSE_ALARM_RATE, TRACEBACK, export_choices, plan_choices
+from mdps.commands.single_file import ONE_FILE, write_single_file
+from mdps.commands.terminal import needs, say, spoken_warnings
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps export --ckpt denoiser.pt
+  mdps export --ckpt denoiser.pt --out bundle --image-size 256 --num-heads 4
+  mdps export --ckpt model/ --out bundle --preset mvtec/bottle --backbone-weights wide_resnet101_2.pth
+  mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5
+  mdps export --ckpt denoiser.pt --out bundle --calibrate good/ --single-file
+  mdps export --ckpt denoiser.pt --out bundle --precision fp16 --backend tensorrt-rtx"""
+)
+@click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint file or diffusers folder.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle [default: beside the checkpoint].")
+@click.option("--force", is_flag=True, help="Replace an existing --out.")
+@click.option("--mode", type=click.Choice(["paper", "reference"]), help="[default: paper; reference with --preset]")
+@click.option("--calibrate", "good", type=click.Path(path_type=Path), help="Images of good parts to calibrate on.")
+@FALSE_ALARM_RATE
+@click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
+@click.option("--count-nodes", is_flag=True, help="Count the graphs' nodes, and what torch performs for a guided step.")
+@export_choices
+@plan_choices
+@TRACEBACK
+def export(
+    ckpt: Path,
+    out: Path | None,
+    force: bool,
+    mode: str | None,
+    good: Path | None,
+    false_alarm_rate: float,
+    one_file: bool,
+    **choices: Any,
+) -> None:
+    """Turn a checkpoint into a bundle, and prove it against a plain torch implementation.
+
+    What is not given comes from the checkpoint, then from the mode. `mdps inspect CKPT` says what must be given.
+    """
+    if mode and (mode == "reference") != (choices["preset"] is not None):
+        raise click.UsageError("--mode reference takes its numbers from a --preset, and --mode paper has no preset")
+    _check_before_export(good, one_file, choices["guidance_backend"], choices["precision"])
+    with needs("export", "cpu"):
+        from mdps.export import ExportOptions, export_bundle
+    bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
+    engine = f" --backend {choices['backend']}" if choices["backend"] else ""
+    if good is None:
+        click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER{engine}")
+        return
+    from mdps.serving.run import calibrate_folder
+
+    with spoken_warnings():
+        threshold = calibrate_folder(bundle, good, false_alarm_rate).threshold
+    click.echo(f"wrote {bundle}, threshold {threshold:.5g}; next: mdps predict {bundle} IMAGES --out results{engine}")
+    if one_file:
+        write_single_file(bundle, None, "default")
+
+
+def _check_before_export(good: Path | None, one_file: bool, guidance_backend: str, precision: str) -> None:
+    """What would fail after an export of minutes, said before it."""
+    if good is not None and precision == "bf16":
+        raise click.UsageError("--calibrate runs on the CPU, which has no bf16: calibrate on the machine with the card")
+    if one_file and good is None:
+        raise click.UsageError(
+            "--single-file needs a calibration, or it could give no verdict: add --calibrate GOOD_FOLDER, or run "
+            "`mdps calibrate BUNDLE GOOD_FOLDER` and `mdps single-file BUNDLE` after the export"
+        )
+    if one_file and guidance_backend == "traced":
+        raise click.UsageError("--single-file needs --guidance-backend onnx: no ONNX file can hold a torch program")
+    if good is not None:
+        from mdps.serving.inputs import find_images
+
+        find_images([good])
