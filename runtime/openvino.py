@@ -52,6 +52,7 @@ class OpenVinoSession:
         self.inputs = tuple(port.name for port in self._ports)
         self.outputs = tuple(_output_name(node) for node in self._model.outputs)
         _keep_reductions_apart(self._model)
+        _keep_weights_apart(self._model, library.op.Constant)
         how = " in bf16" if precision == "bf16" else ""
         self.provider = f"OpenVINO {library.__version__.partition('-')[0]} on CPU{how}"
 
@@ -205,6 +206,21 @@ def _keep_reductions_apart(model: Any) -> None:
     for node in model.get_ordered_ops():
         if node.get_type_name().startswith("Reduce") and node.input(0).get_partial_shape().rank == 3:
             model.add_outputs([node.output(0)])
+
+
+def _keep_weights_apart(model: Any, constant: Any) -> None:
+    """Give every transposed convolution a copy of its weights; `constant` is OpenVINO's class.
+
+    OpenVINO (2026.4) keeps weights laid out for a kernel under their address, size and layout, so a convolution and a
+    transposed one of as many input as output channels take each other's where they share memory, as they do in the
+    pullback of a strided convolution. The copies are of the few strided ones.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ConvolutionBackpropData":
+            weights = node.input_value(1).get_node()
+            if weights.get_type_name() == "Constant":
+                copied = constant(weights.get_tensor_view(), shared_memory=False)
+                node.input(1).replace_source_output(copied.output(0))
 
 
 def _port(node: Any, path: Path) -> Port:
