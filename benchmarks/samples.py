@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, first_line
 from mdps.runtime.pictures import turn_of
 
@@ -117,7 +118,7 @@ def _opened(path: Path, read: Callable[[Image.Image], T]) -> T:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
-                return read(image)
+                return read(with_palette(image))
     except Exception as error:  # decoders raise nearly every type on a damaged file
         reason = f"{type(error).__name__}: {first_line(str(error))}"
         raise ImageError(f"{path} cannot be read as an image: {reason}") from error

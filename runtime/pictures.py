@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, first_line, require
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def read_image(image: Any) -> "Image.Image":
     try:
         _check_size(opened.size, name)
         _check_end(opened, name)
-        rgb, turn = _to_rgb(opened, name), turn_of(opened)
+        picture = with_palette(opened)
+        rgb, turn = _to_rgb(picture, name), turn_of(picture)
         rgb.info.clear()  # what was read of the file is applied, and must not be a second time
         return rgb if turn is None else rgb.transpose(turn)
     except ImageError:

@@ -27,13 +27,14 @@ def draw(path, size=(6, 4)):
         ("L", ".jpg", 255, True),
         ("L", ".jpg", 60, False),
         ("L", ".bmp", 255, True),
+        ("P", ".bmp", 1, True),
     ],
 )
 def test_what_a_mask_marks(tmp_path, mode, suffix, level, found):
     draw(tmp_path / "a.png", size=(32, 32))
     picture = Image.new(mode, (32, 32), 0)
     if mode == "P":
-        picture.putpalette([0, 0, 0, 255, 0, 0])
+        picture.putpalette([0, 0, 0, 255, 255, 255])
     picture.paste(level, (8, 8, 16, 24))
     picture.save(tmp_path / f"mask{suffix}")
     sample = Sample(tmp_path / "a.png", "dent", True, (tmp_path / f"mask{suffix}",))

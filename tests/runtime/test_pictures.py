@@ -215,6 +215,40 @@ def test_white_is_zero_at_every_depth(bits, data, sample_format):
     assert pixels(tiff(2, 1, bits, data, 1, sample_format))[0, :, 0].tolist() == [0, 255]
 
 
+def bitmap(levels, indices, bits):
+    """An uncompressed BMP of these indices into a palette of grey levels, the last row first."""
+    height, width = indices.shape
+    stride = (width * bits + 31) // 32 * 4
+    digits = ["".join(f"{index:0{bits}b}" for index in row).ljust(8 * stride, "0") for row in indices[::-1]]
+    data = b"".join(int(row, 2).to_bytes(stride, "big") for row in digits)
+    palette = b"".join(bytes((level, level, level, 0)) for level in levels)
+    start = 54 + len(palette)
+    head = struct.pack("<IHHI", start + len(data), 0, 0, start)
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, 0, len(data), 2835, 2835, len(levels), 0)
+    return b"BM" + head + info + palette + data
+
+
+GREYS = [[0, 255], [0, 1], [0, 1, 2], list(range(16)), [17 * i for i in range(16)]]
+
+
+@pytest.mark.parametrize("width", [1, 7, 16])
+@pytest.mark.parametrize(
+    ("bits", "levels"), [(1, greys) for greys in GREYS[:2]] + [(b, g) for b in (4, 8) for g in GREYS]
+)
+def test_a_bitmap_with_a_palette_of_greys_has_its_levels(bits, levels, width):
+    indices = np.random.default_rng(0).integers(0, len(levels), (5, width))
+    wanted = np.array(levels)[indices][..., None].repeat(3, axis=2)
+    np.testing.assert_array_equal(pixels(bitmap(levels, indices, bits)), wanted)
+    with Image.open(io.BytesIO(bitmap(levels, indices, bits))) as image:
+        np.testing.assert_array_equal(pixels(image), wanted)
+
+
+def test_half_a_bitmap_is_refused():
+    whole = bitmap(range(16), np.zeros((5, 7), int), 4)
+    with pytest.raises(ImageError, match="truncated or damaged"):
+        read_image(whole[:-8])
+
+
 def test_floats_from_0_to_1_are_refused_and_black_is_not():
     assert pixels(saved(Image.new("F", (2, 2), 0.0), "TIFF")).max() == 0
     with pytest.raises(ImageError, match="from 0 to 1, black on a scale to 255"):
