@@ -11,7 +11,7 @@ help:
 	@echo "make demo       export, calibrate and inspect the shipped example; leaves demo-report/"
 	@echo "make test       the tests (the slow ones apart)"
 	@echo "make test-slow  only the slow tests"
-	@echo "make lint       ruff and mypy"
+	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make bench      time the demo's detector beside torch and peers; leaves out/bench/"
 
 install: $(STAMP)
@@ -35,12 +35,13 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
-# The packages lie at the root and are imported as mdps.*: mypy finds them through a link.
+# The packages lie at the root and are imported as mdps.*: mypy and import-linter find them through a link.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .typing && ln -sfn .. .typing/mdps
 	$(BIN)/mypy
+	PYTHONPATH=.typing $(BIN)/lint-imports --no-cache --no-logo
 
 bench: $(STAMP)
 	$(BIN)/mdps demo --out out/demo
