@@ -23,7 +23,7 @@ from mdps.serving.run import calibrate_folder, inspect_folder
 
 CHECKPOINT = Path(__file__).parent / "demo" / "denoiser.safetensors"
 PHOTO = "brick"
-# Chosen by mdps.benchmarks.sweep_demo on defects of another seed than those the demo is measured on.
+# Chosen by a sweep over defects of another seed than those the demo is measured on: results/demo_checkpoint.md.
 OPTIONS = ExportOptions(guidance_scale=20.0, eta=2.0)
 FALSE_ALARM_RATE = 0.05  # 48 good images can promise no less than one in 49
 _BUNDLE, _GOOD, _TEST = "bundle", "calibration", "images"
@@ -73,7 +73,7 @@ def _refuse_foreign(out: Path) -> None:
 def export_demo(bundle: Path) -> Path:
     """Exports the shipped checkpoint to the folder `bundle`, replacing what is there."""
     if not CHECKPOINT.is_file():
-        raise MdpsError(f"{CHECKPOINT} is missing: install mdps again, or train it with mdps.benchmarks.train_demo")
+        raise MdpsError(f"{CHECKPOINT} is missing: install mdps again")
     export_bundle(CHECKPOINT, bundle, OPTIONS, force=True)
     return bundle
 

@@ -22,9 +22,6 @@ ALLOWED = {
 # The demo and its network walk the product's whole path, as the commands do; nothing imports them but those.
 WHOLE_PATH = {
     "benchmarks/demo.py",
-    "benchmarks/sweep_demo.py",
-    "benchmarks/train_demo.py",
-    "benchmarks/train_options.py",
     "benchmarks/random_denoiser.py",
     "benchmarks/gpu_check/prepare.py",
 }
@@ -82,8 +79,7 @@ def test_nothing_but_the_command_line_imports_what_walks_the_whole_path():
 def test_only_the_commands_know_the_library_of_the_command_line():
     for part in set(PARTS) - {"commands"}:
         for path in (ROOT / part).rglob("*.py"):
-            if path.name not in {"serve_load.py", "serve_overhead.py"}:
-                assert "click" not in {name.split(".")[0] for name in imported(path)}, path
+            assert "click" not in {name.split(".")[0] for name in imported(path)}, path
 
 
 def test_the_oracle_computes_its_own():

@@ -1,6 +1,6 @@
 """Drives `mdps serve` at twice the rate it can answer, and checks every answer.
 
-    python -m mdps.benchmarks.serve_load BUNDLE IMAGES --seconds 1800 --out load.json
+    python tests/serving/server_load.py BUNDLE IMAGES --seconds 1800 --out load.json
 
 Good images (as files and as tensors), images that are broken and requests that are malformed come at fixed moments,
 whether or not the server keeps up. Each must be answered once: a good one with the score, threshold, verdict and map
@@ -23,9 +23,9 @@ from typing import Any
 import click
 import numpy as np
 from numpy.typing import NDArray
+from server_process import ServerProcess, serving
 
 from mdps.benchmarks.bench.machine import machine_facts
-from mdps.benchmarks.serve_process import ServerProcess, serving
 from mdps.runtime import Detector, Result, load
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest

@@ -8,8 +8,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from server_process import serving
 
-from mdps.benchmarks.serve_process import serving
 from mdps.runtime import load
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -12,8 +12,8 @@ import urllib.request
 import numpy as np
 import pytest
 from PIL import Image
+from server_process import serving
 
-from mdps.benchmarks.serve_process import serving
 from mdps.runtime import load
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

@@ -9,8 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-
-from mdps.benchmarks.serve_process import serving
+from server_process import serving
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 TOKEN = "0123456789abcdef-for-tests"

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from mdps.benchmarks.serve_process import serving
+from server_process import serving
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 

@@ -15,8 +15,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-
-from mdps.benchmarks.serve_process import serving
+from server_process import serving
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 

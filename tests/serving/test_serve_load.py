@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from server_load import difference, run_load
+from server_process import serving
 
-from mdps.benchmarks.serve_load import difference, run_load
-from mdps.benchmarks.serve_overhead import in_turns, measure, median_interval, rate
-from mdps.benchmarks.serve_process import serving
+from mdps.runtime import load
 from mdps.runtime.detector import Result
-from mdps.runtime.threads import available_cpus
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
@@ -64,64 +62,25 @@ def test_the_load_knows_a_wrong_answer():
     assert "map" in difference(right, 2.0, 1.0, "fail", heat[:8], "x")
 
 
-@pytest.mark.slow  # needs the processors to itself
-def test_serving_adds_little_to_the_runtime(tmp_path, line_bundle, line_images):
-    """The demo's detector on one thread and on all; a tiny one too, where milliseconds show better."""
-    if shutil.which("wrk") is None:
-        pytest.skip("the load comes from wrk: apt-get install wrk")
-    from mdps.benchmarks.demo import calibrate_demo, export_demo
-    from mdps.benchmarks.textures import TextureSet
-
-    bundle = export_demo(tmp_path / "bundle")
-    calibrate_demo(bundle, tmp_path / "good", TextureSet("brick"), 1)
-    image = next((tmp_path / "good").rglob("*.png")).read_bytes()
-    found = {"tiny": measure(line_bundle, line_images[0], threads=1, pairs=1000, seconds=20)}
-    for threads in sorted({1, available_cpus()}):
-        name = f"demo, {threads} threads"
-        found[name] = measure(bundle, image, threads=threads, pairs=60, seconds=80)
-    if out := os.environ.get("MDPS_OVERHEAD_OUT"):
-        text = json.dumps({name: result.to_json() for name, result in found.items()}, indent=2)
-        Path(out).write_text(text + "\n", encoding="utf-8")
-    for name, result in found.items():
-        # What is added does not depend on the detector. The tiny one shows it to a fraction of a millisecond, a
-        # detector of a second an image only whether it is refuted; of throughput it is the other way round.
-        low, high = result.added_interval_ms
-        assert (high if name == "tiny" else low) <= 5, name
-        assert name == "tiny" or result.throughput_share >= 0.95, name
-
-
-def test_both_sides_take_their_turn_in_the_same_pair():
-    order: list[str] = []
-    found = in_turns((lambda: order.append("a") or "a", lambda: order.append("b") or "b"), 3)  # type: ignore[func-returns-value]
-    assert found == [("a", "b")] * 3
-    assert order == ["a", "b", "b", "a", "a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("count", "low", "high"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (10, 1, 8), (25, 7, 17), (100, 39, 60)]
-)
-def test_the_interval_of_a_median_is_that_of_the_tables(count, low, high):
-    """Ranks as in published tables of the sign test (from 0 here): 10 values: 2nd and 9th, 25: 8th and 18th."""
-    assert median_interval(list(range(count))) == (low, high)
-
-
-@pytest.mark.parametrize("cut", [0.1, 3.9, 4.0, 4.1, 7.9])
-def test_a_rate_is_not_cut_by_the_end_of_its_measurement(cut):
-    """Batches of four, a second an image, whose answers come within milliseconds; the first request came alone."""
-    moments = [100.0] + [100.0 + 4 * (1 + index // 4) + 0.003 * (index % 4) for index in range(40)]
-    seen = [moment for moment in moments if moment < 124.0 + cut]
-    assert rate(seen, 8) == pytest.approx(1.0, rel=0.01)
-    steady = [index / 250 for index in range(2500)]
-    assert rate(steady, 1) == pytest.approx(250)
-    assert rate([1.0, 2.0, 3.0], 8) == pytest.approx(1.0)
-
-
 def test_serving_takes_little_processor_time(line_bundle, line_images):
-    """Also where other work on the machine makes every wall time meaningless."""
-    if shutil.which("wrk") is None:
-        pytest.skip("the load comes from wrk: apt-get install wrk")
-    result = measure(line_bundle, line_images[0], threads=1, pairs=20, seconds=3)
-    assert result.served_processor_ms - result.bare_processor_ms <= 5
+    """Processor time: other work on the machine makes every wall time meaningless."""
+    image, count = line_images[0], 40
+    with load(line_bundle, threads=1) as detector:
+        detector(image)
+        start = time.process_time()
+        for _ in range(count):
+            detector(image)
+        bare = time.process_time() - start
+    with serving([line_bundle], "--threads", "1") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        for index in range(count + 5):
+            if index == 5:  # warm by then
+                start = server.processor_seconds()
+            connection.request("POST", "/inspect", image)
+            assert json.loads(connection.getresponse().read())["verdict"] in ("pass", "fail")
+        served = server.processor_seconds() - start
+        connection.close()
+    assert 1000 * (served - bare) / count <= 5
 
 
 def test_sigterm_under_load_answers_every_accepted_request(line_bundle, line_images):

@@ -12,8 +12,8 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
+from server_process import serving
 
-from mdps.benchmarks.serve_process import serving
 from mdps.runtime import load
 from mdps.runtime.manifest import Manifest
 

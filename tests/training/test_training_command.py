@@ -186,16 +186,3 @@ def test_without_accelerate_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     assert run(cli, ["train", str(images(tmp_path / "good")), "--out", str(tmp_path / "run"), *SMALL]) == 1
     assert "pip install 'mdps[train]'" in capsys.readouterr().err
-
-
-def test_the_demo_trains_from_the_command_line(tmp_path, capsys):
-    from mdps.benchmarks.train_demo import main
-    from mdps.models.checkpoints import load_denoiser
-
-    out = tmp_path / "new" / "demo.safetensors"
-    options = ["--steps", "2", "--batch", "2", "--mult", "1", "1", "--every", "1", "--device", "cpu"]
-    assert main(["--out", str(out), *options]) == 0
-    assert "step 2  loss" in capsys.readouterr().err
-    assert load_denoiser(out).config.image_size == 64
-    assert main(["--out", str(out), *options, "--base", "33"]) == 2
-    assert capsys.readouterr().err.startswith("error: a base width of 33")
