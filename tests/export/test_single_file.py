@@ -1,9 +1,7 @@
-"""One file against the bundle it was made from, its resize against Pillow, its commands, and the Node program."""
+"""One file against the bundle it was made from, its resize against Pillow, and its commands."""
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -383,62 +381,3 @@ def test_export_with_everything(
     assert not out.exists(), "these are said before the work"
     assert run(export, [*options, "--calibrate", str(good)]) == 0
     assert FILE_NAME in Manifest.read(out).files
-
-
-# Node
-
-
-def missing(reason: str) -> None:
-    if os.environ.get("MDPS_CI"):  # a run that decides must not pass because its proof was missing
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-def test_the_node_program_says_what_it_is_given_wrongly(tmp_path: Path) -> None:
-    if shutil.which("node") is None:
-        missing("node is not installed")
-    shutil.copy(ROOT / "examples" / "node" / "detect.js", tmp_path)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    read = "() => { throw new Error('Invalid file signature') }"
-    stand_ins = {
-        "pngjs": f"export const PNG = {{ sync: {{ read: {read} }} }};",
-        "onnxruntime-node": "export default {};",
-    }
-    for name, source in stand_ins.items():
-        package = tmp_path / "node_modules" / name
-        package.mkdir(parents=True)
-        (package / "index.js").write_text(source)
-        (package / "package.json").write_text('{"type": "module", "exports": "./index.js"}')
-    (tmp_path / "notes.txt").write_text("no picture")
-    said = []
-    for given in ([], ["d.onnx"], ["d.onnx", "notes.txt"], ["d.onnx", "gone.png"]):
-        done = subprocess.run(
-            ["node", "detect.js", *given], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
-        )
-        said.append((done.returncode, done.stdout, done.stderr))
-    usage = (2, "", "usage: node detect.js detector.onnx part.png\n")
-    assert said[:2] == [usage, usage]
-    assert said[2] == (1, "", "notes.txt cannot be read as a PNG file: Invalid file signature\n")
-    assert said[3][2].startswith("gone.png cannot be read as a PNG file: ENOENT")
-
-
-def test_the_node_program(bundle: Path, detector_file: Path, tmp_path: Path) -> None:
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        missing("node or npm is not installed")
-    program = tmp_path / "node"
-    shutil.copytree(ROOT / "examples" / "node", program, ignore=shutil.ignore_patterns("node_modules"))
-    install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund"]
-    done = subprocess.run(install, cwd=program, capture_output=True, text=True, check=False)
-    if done.returncode:
-        missing(f"npm could not install the example's packages: {done.stderr[-300:]}")
-    image = picture((50, 77))
-    Image.fromarray(image).save(tmp_path / "part.png")
-    command = ["node", "detect.js", str(detector_file), str(tmp_path / "part.png")]
-    printed = subprocess.run(command, cwd=program, capture_output=True, text=True, check=False)
-    assert printed.returncode == 0, printed.stderr
-    found = json.loads(printed.stdout)
-    with load(bundle, threads=1, warm_up=False) as detector:
-        wanted = detector(image)
-    assert abs(found["score"] - wanted.score) < 1e-4
-    assert found["verdict"] == wanted.verdict
-    assert found["map"] == [32, 32]
