@@ -11,7 +11,9 @@ import pytest
 from mdps.cli import cli, export
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS, *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+PACKAGES = ("benchmarks", "commands", "examples", "export", "models", "runtime", "serving", "tests", "training")
 BLOCK = re.compile(r"^(?: {4}|\$ )(?P<command>(?:mdps(?:-export)?|python -m mdps[\w.]*) .*)$", re.MULTILINE)
 
 
@@ -58,10 +60,37 @@ def test_the_examples_of_a_commands_help_can_be_typed(command: str) -> None:
         parse(cli, shlex.split(example.split(" | ")[0]))
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def leads_nowhere(link: str, page: Path) -> bool:
+    """Whether a link of the page names a file that is not there, or a heading that its page has not."""
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return not target.exists() or bool(anchor and anchor not in anchors(target))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
-    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and leads_nowhere(link, page)]
+
+
+def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# What `--out` leaves, in all\n")
+    links = ["page.md", "#what---out-leaves-in-all", "page.md#what", "#what", "gone.md", "gone.md#what"]
+    assert [link for link in links if leads_nowhere(link, page)] == links[2:]
+
+
+def test_pages_that_code_and_messages_name_are_there() -> None:
+    files = [ROOT / "pyproject.toml", ROOT / "cli.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    named = {name for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))}
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / name).is_file()]
 
 
 def first_steps(name: str, heading: str) -> list[str]:
