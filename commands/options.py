@@ -171,6 +171,7 @@ def export_choices(command: Command) -> Command:
         click.option(
             "--new-attention-order/--legacy-attention-order", default=None, help="Order of queries, keys, values."
         ),
+        click.option("--norm-groups", type=click.IntRange(1), help="Groups of each group norm, usually 32."),
         click.option("--prediction", type=click.Choice(["eps", "v", "x0"]), help="What the network predicts."),
         click.option(
             "--schedule", type=click.Choice(["linear", "scaled_linear", "cosine"]), help="Noise schedule of training."

@@ -63,6 +63,8 @@ def export_bundle(
     require(force or not out.exists(), f"{out} already exists: choose another --out, or replace it with --force")
     say(f"reading {ckpt}")
     denoiser = load_denoiser(ckpt, options.load)
+    if assumed := denoiser.report.assumptions():
+        say(f"the checkpoint does not say, and is assumed to have: {assumed}")
     for sentence in doubts(denoiser.extra):
         say(f"Warning: {sentence}")
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
@@ -265,6 +267,7 @@ class _Writer:
                 "precision": self.precision,
                 **self.denoiser.config.to_json(),
             }
+            | ({"assumed": report.assumed} if report.assumed else {})
             | hashes
             | ({"trained_noise": noise} if (noise := _trained_noise(self.denoiser)) else {}),
             schedule=self.denoiser.schedule,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.single_file import export_single_file
-from mdps.models.checkpoints import Denoiser, LoadOptions, load_denoiser, save_denoiser
+from mdps.models.checkpoints import NETWORK_OPTIONS, Denoiser, LoadOptions, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.errors import UsageError
 from mdps.runtime.loading import runs_on
@@ -90,8 +90,7 @@ class _Alike(ExportOptions):
 
 def known_of(manifest: Manifest) -> LoadOptions:
     """How to read the bundle's checkpoint, from all that the bundle knows of it."""
-    facts = ("image_size", "num_heads", "num_head_channels", "new_attention_order")
-    known: dict[str, Any] = {name: manifest.network[name] for name in facts if name in manifest.network}
+    known: dict[str, Any] = {name: manifest.network[name] for name in NETWORK_OPTIONS if name in manifest.network}
     if known.get("num_head_channels") is not None:  # it decides; the number of heads is then a default
         known.pop("num_heads", None)
     return LoadOptions(**known, schedule=manifest.schedule, prediction=manifest.prediction)

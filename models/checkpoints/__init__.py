@@ -5,9 +5,10 @@ from mdps.models.checkpoints.errors import CheckpointError
 from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
 from mdps.models.checkpoints.own import save_denoiser
 from mdps.models.checkpoints.report import CheckpointReport
-from mdps.models.checkpoints.statements import LoadOptions, Prediction
+from mdps.models.checkpoints.statements import NETWORK_OPTIONS, LoadOptions, Prediction
 
 __all__ = [
+    "NETWORK_OPTIONS",
     "CheckpointError",
     "CheckpointReport",
     "Denoiser",

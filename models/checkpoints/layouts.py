@@ -24,7 +24,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """A network inside a checkpoint: `wrapper` is the entry that held it, `tensors` are without `prefix`."""
+    """A network inside a checkpoint: `wrapper` is the entry that held it, `tensors` are without `prefix`.
+
+    `betas` is the buffer of that name of an object around the network, or of the network itself; None without one.
+    """
 
     layout: Layout
     wrapper: str | None
@@ -32,8 +35,19 @@ class Found:
     tensors: Tensors
     ignored: int  # tensors that do not belong to the network
     arguments: Mapping[str, Any]
+    betas: Tensor | None = None
 
 
+# What objects around a network keep beside it (improved-diffusion's descendants, latent diffusion, Lightning modules):
+# constants of the schedule, all of which follow from the betas.
+_BUFFERS = frozenset(
+    (
+        "betas", "alphas", "alphas_cumprod", "alphas_cumprod_prev", "sqrt_alphas_cumprod", "logvar",
+        "sqrt_one_minus_alphas_cumprod", "log_one_minus_alphas_cumprod", "sqrt_recip_alphas_cumprod",
+        "sqrt_recipm1_alphas_cumprod", "posterior_variance", "posterior_log_variance_clipped", "posterior_mean_coef1",
+        "posterior_mean_coef2", "lvlb_weights", "loss_weight", "p2_loss_weight", "snr",
+    )
+)  # fmt: skip
 # Networks averaged over training come before the last step's: they are what their authors sample with.
 WRAPPERS = (
     "unet_model_state_dict",
@@ -69,7 +83,14 @@ def find_network(loaded: Any) -> Found:
     tensors = {_without_compile(str(key)): value for key, value in state.items() if isinstance(value, Tensor)}
     layout, prefix = _recognise(tensors)
     mine = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    return Found(layout, wrapper, prefix, mine, len(tensors) - len(mine), arguments)
+    mine = {key: value for key, value in mine.items() if key not in _BUFFERS}
+    return Found(layout, wrapper, prefix, mine, len(tensors) - len(mine), arguments, _betas(tensors, prefix))
+
+
+def _betas(tensors: Tensors, prefix: str) -> Tensor | None:
+    """Return the betas of the network's own object, or of the nearest one around it."""
+    owners = [key for key in tensors if key.rpartition(".")[2] == "betas" and prefix.startswith(key[: -len("betas")])]
+    return tensors[max(owners, key=len)] if owners else None
 
 
 def swap_embedding_halves(tensors: Tensors) -> Tensors:

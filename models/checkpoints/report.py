@@ -26,6 +26,10 @@ class CheckpointReport:
         """All fields by name."""
         return asdict(self)
 
+    def assumptions(self) -> str:
+        """Return `assumed` on one line, empty where nothing is."""
+        return ", ".join(f"{name} = {_show(value)}" for name, value in self.assumed.items())
+
     def __str__(self) -> str:
         """A few lines for a terminal."""
         lines = [

@@ -6,6 +6,7 @@ from typing import Any
 
 from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.statements import Prediction, Statement
+from mdps.models.checkpoints.structure import possible_groups
 from mdps.runtime.schedule import NoiseSchedule
 
 _HEADS = {"num_heads", "num_head_channels"}
@@ -35,6 +36,10 @@ def resolve(inferred: dict[str, Any], statements: Sequence[Statement], published
         for name, value in _take(result, statement).items():
             result.given[name] = {"value": value, "by": statement.origin}
     result.assumed = _take(result, published)
+    widths = [int(multiplier * inferred["model_channels"]) for multiplier in inferred["channel_mult"]]
+    if any(width % result.assumed.get("norm_groups", 1) for width in widths):
+        del result.assumed["norm_groups"], result.fields["norm_groups"]
+        result.needed.append(f"--norm-groups ({possible_groups(widths)})")
     if not _HEADS & result.fields.keys():
         result.needed.append("--num-heads or --num-head-channels")
     if "image_size" not in result.fields:

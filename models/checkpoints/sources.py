@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from mdps.models.checkpoints import diffusers, diffusers_keys, own
 from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.models.checkpoints.files import check_plain, read_file
@@ -16,12 +19,16 @@ from mdps.runtime.schedule import NoiseSchedule
 # What the public code of each layout does unless told otherwise.
 _AUTHORS_PUBLISHED = Statement(
     "published defaults",
-    {"image_size": 256, "num_heads": 4, "new_attention_order": False},
+    {"image_size": 256, "num_heads": 4, "new_attention_order": False, "norm_groups": 32},
     NoiseSchedule.linear(),
     "eps",
 )
-_OPENAI_PUBLISHED = Statement("published defaults", {"new_attention_order": False}, NoiseSchedule.linear(), "eps")
+_OPENAI_PUBLISHED = Statement(
+    "published defaults", {"new_attention_order": False, "norm_groups": 32}, NoiseSchedule.linear(), "eps"
+)
 _DIFFUSERS_PUBLISHED = Statement("published defaults", {}, NoiseSchedule.linear(), "eps")
+
+_MOST_BETAS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -48,17 +55,15 @@ def open_source(path: Path) -> Source:
         statement, extra = own.read_description(metadata)
         return Source("mdps", path, loaded, [statement], Statement("defaults"), extra=extra)
     found = find_network(loaded)
-    check_plain(found.tensors, path)
+    check_plain(found.tensors | ({} if found.betas is None else {"betas": found.betas}), path)
     if found.layout.convert is None:
         if not (path.parent / "config.json").is_file():
             raise CheckpointError(
                 "is a diffusers network without its config.json: give the folder that holds both, as diffusers saves it"
             )
         return _diffusers(path.parent, path)
-    sidecar = read_sidecar(path)
-    statements = [sidecar] if sidecar else []
-    if found.arguments:
-        statements.append(_from_arguments(found.arguments))
+    told = (read_sidecar(path), _from_buffer(found.betas), _from_arguments(found.arguments))
+    statements = [statement for statement in told if statement is not None]
     published = _AUTHORS_PUBLISHED if found.layout is AUTHORS else _OPENAI_PUBLISHED
     return Source(_format(found), path, found.layout.convert(found.tensors), statements, published, found.ignored)
 
@@ -84,8 +89,35 @@ def _format(found: Found) -> str:
     return f"{found.layout.name} in lightning" if found.wrapper == "state_dict" else found.layout.name
 
 
-def _from_arguments(arguments: Mapping[str, Any]) -> Statement:
-    """What AnoDDPM and DiffusionAD keep beside the weights; the structure itself is read from the tensors."""
+def _from_buffer(betas: Tensor | None) -> Statement | None:
+    """Read the schedule that a diffusion object kept as a buffer beside its network."""
+    if betas is None:
+        return None
+    wrong = "has a buffer 'betas' that is no noise schedule"
+    if betas.dim() != 1 or len(betas) > _MOST_BETAS:
+        raise CheckpointError(f"{wrong}, with the shape {list(betas.shape)}: remove it")
+    try:
+        return Statement("file", schedule=_unrounded(tuple(betas.double().tolist())))
+    except UsageError as error:
+        raise CheckpointError(f"{wrong} ({error}): it is damaged") from None
+
+
+def _unrounded(betas: tuple[float, ...]) -> NoiseSchedule:
+    """Return the known schedule that gives these betas in float32, as they are kept, or they themselves."""
+    found, wanted = NoiseSchedule(betas), np.float32(betas)
+    start, end = (float(f"{beta:.6g}") for beta in (betas[0], betas[-1]))
+    known = (
+        NoiseSchedule.linear(len(betas), start, end),
+        NoiseSchedule.scaled_linear(len(betas), start, end),
+        NoiseSchedule.cosine(len(betas)),
+    )
+    return next((one for one in known if np.array_equal(np.float32(one.betas), wanted)), found)
+
+
+def _from_arguments(arguments: Mapping[str, Any]) -> Statement | None:
+    """Read what AnoDDPM and DiffusionAD keep beside the weights; the structure itself is read from the tensors."""
+    if not arguments:
+        return None
     names = ("img_size", "num_heads", "num_head_channels", "n_heads", "n_head_channels")
     said = {name: arguments[name] for name in names if name in arguments}
     if not all(value is None or isinstance(value, int | float | str | list | tuple) for value in said.values()):

@@ -24,12 +24,17 @@ class Statement:
     preprocessing: dict[str, Any] | None = None
 
 
+NETWORK_OPTIONS = ("image_size", "num_heads", "num_head_channels", "new_attention_order", "norm_groups")
+"""The fields of `LoadOptions` that are fields of `UNetConfig` too."""
+
+
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the user says about a checkpoint; wins over the file and its sidecar. None says nothing.
+    """Facts about a checkpoint that the user states; they win over the file and its sidecar, None states nothing.
 
     `image_size` is the side of the training images; attention heads are so many (`num_heads`) or of so many channels
-    (`num_head_channels`). UsageError for numbers below 1, for both of these, or for another `prediction`.
+    (`num_head_channels`); `norm_groups` is the number of groups of each group norm. UsageError for numbers below 1, for
+    both kinds of heads, or for another `prediction`.
     """
 
     image_size: int | None = None
@@ -38,9 +43,10 @@ class LoadOptions:
     new_attention_order: bool | None = None
     schedule: NoiseSchedule | None = None
     prediction: Prediction | None = None
+    norm_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "num_heads", "num_head_channels"):
+        for name in ("image_size", "num_heads", "num_head_channels", "norm_groups"):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
         both = self.num_heads is not None and self.num_head_channels is not None
@@ -51,9 +57,8 @@ class LoadOptions:
         )
 
     def statement(self) -> Statement:
-        """The same as a Statement."""
-        names = ("image_size", "num_heads", "num_head_channels", "new_attention_order")
-        network = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """Return the same as a Statement."""
+        network = {name: getattr(self, name) for name in NETWORK_OPTIONS if getattr(self, name) is not None}
         return Statement("options", network, self.schedule, self.prediction)
 
 

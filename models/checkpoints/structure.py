@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,12 @@ def _check_divisions(config: UNetConfig) -> None:
             f"{config.image_size}: give another --image-size"
         )
     attended = {levels - 1} | {n for n in range(levels) if 2**n in config.attention_factors}
-    for width in (config.width(level) for level in range(levels)):
+    widths = [config.width(level) for level in range(levels)]
+    for width in widths:
         if width % config.norm_groups:
             raise CheckpointError(
-                f"has {width} channels, which {config.norm_groups} normalisation groups do not divide"
+                f"has {width} channels, which {config.norm_groups} normalisation groups do not divide: give "
+                f"--norm-groups ({possible_groups(widths)})"
             )
     for width in (config.width(level) for level in attended):
         heads = config.heads(width)
@@ -101,6 +103,12 @@ def _check_divisions(config: UNetConfig) -> None:
                 f"has attention over {width} channels, which the given heads do not divide: "
                 "give another --num-heads or --num-head-channels"
             )
+
+
+def possible_groups(widths: Sequence[int]) -> str:
+    """Name the numbers of normalisation groups that divide all these channels."""
+    common = math.gcd(*widths)
+    return " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
 
 
 def _surplus(key: str) -> str:

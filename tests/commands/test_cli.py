@@ -369,10 +369,10 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
         "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 --pixel squared "
         "--feature-size 96 --smoothing-sigma 1.5 --top 20 "
         "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 "
-        "--num-heads 4 --new-attention-order --prediction v --schedule cosine"
+        "--num-heads 4 --norm-groups 16 --new-attention-order --prediction v --schedule cosine"
     )
     assert run(export, text.split()) == 0
-    load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v")
+    load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v", 16)
     options = ExportOptions(
         guidance_backend="traced", gradient="jacobian-free", guidance_norm="squared", guidance_scale=5.0,
         masked_guidance_scale=6.0, noise_level=150, steps=8, mask_pass=False, samples=3, seed=7, backbone="resnet18",

@@ -37,6 +37,8 @@ def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -
     assert manifest.graphs["guided_step"].variants == {"openvino": "guided_step.openvino.onnx"}
     assert set(manifest.files) == {p.name for p in tiny_bundle.iterdir()} - {"manifest.json"}
     assert manifest.checkpoint.name == small_checkpoint.name
+    assert manifest.network["assumed"]["norm_groups"] == 32
+    assert "image_size" not in manifest.network["assumed"]  # given
     checks = manifest.parity["checks"]
     assert set(checks) == set(parity_module.TOLERANCES) - {"mnn"}
     assert all(check["error"] <= check["tolerance"] for check in checks.values())
@@ -245,4 +247,5 @@ def test_the_report_counts_what_torch_would_do_for_the_same_step(small_checkpoin
     assert torch_does["convolution"] == torch_does["convolution_backward"] == convolutions
     assert sum(torch_does.values()) > sum(ours.values())
     assert any(f"{sum(ours.values())} nodes" in text for text in said)
+    assert any("is assumed to have: num_heads = 4" in text and "norm_groups = 32" in text for text in said)
     assert "autograd_operations" not in Manifest.read(export_bundle(small_checkpoint, tmp_path / "c", TINY)).parity

@@ -235,6 +235,7 @@ def test_published_defaults_are_reported_as_assumed(small_state: State, tmp_path
     report = load_denoiser(tmp_path / "3000").report
     assert report.assumed["num_heads"] == 4
     assert report.assumed["image_size"] == 256
+    assert report.assumed["norm_groups"] == 32
     assert report.assumed["prediction"] == "eps"
     assert report.assumed["schedule"] == NoiseSchedule.linear().to_json()
     assert report.inferred["channel_mult"] == [1, 2]
@@ -246,7 +247,7 @@ def test_arguments_in_the_file_win_over_published_defaults(state_of: Callable[[s
     assert denoiser.config.image_size == 32
     assert denoiser.config.num_head_channels == 32
     assert denoiser.schedule == NoiseSchedule.cosine()
-    assert set(denoiser.report.assumed) == {"new_attention_order", "prediction"}
+    assert set(denoiser.report.assumed) == {"new_attention_order", "norm_groups", "prediction"}
 
 
 def test_anoddpm_stretches_its_linear_betas(state_of: Callable[[str], State], tmp_path: Path) -> None:
@@ -292,6 +293,90 @@ def test_sidecar_supplies_and_options_win(openai_state: State, tmp_path: Path) -
     assert stated.report.given["image_size"] == {"value": 16, "by": "sidecar model.json"}
 
 
+def test_the_norm_groups_of_a_raw_file_are_assumed_or_given(openai_state: State, tmp_path: Path) -> None:
+    """No tensor shows them, and another number is another function."""
+    torch.save(openai_state, tmp_path / "model.pt")
+    known = {"image_size": 16, "num_heads": 4}
+    assert describe_checkpoint(tmp_path / "model.pt").assumed["norm_groups"] == 32
+    assumed = load_denoiser(tmp_path / "model.pt", LoadOptions(**known))
+    assert assumed.config.norm_groups == 32
+    assert "norm_groups = 32" in assumed.report.assumptions()
+    given = load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=16))
+    assert given.config.norm_groups == 16
+    assert given.report.given["norm_groups"] == {"value": 16, "by": "options"}
+    assert "norm_groups" not in given.report.assumed
+    noise = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(given.network(noise, torch.tensor(9.0)), assumed.network(noise, torch.tensor(9.0)))
+
+
+def test_norm_groups_that_divide_no_level_are_asked_for_by_name(tmp_path: Path) -> None:
+    config = UNetConfig(image_size=16, model_channels=20, channel_mult=(1, 2), num_res_blocks=1, norm_groups=5)
+    torch.save(UNet(config).state_dict(), tmp_path / "model.pt")
+    known = {"image_size": 16, "num_heads": 4}
+    remedy = r"give --norm-groups \(1 or 2 or 4 or 5 or 10 or 20\)"
+    with pytest.raises(CheckpointError, match=remedy) as raised:
+        load_denoiser(tmp_path / "model.pt", LoadOptions(**known))
+    assert_sentence(raised.value, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=f"20 channels, which 8 normalisation groups do not divide: {remedy}"):
+        load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=8))
+    assert load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=5)).config.norm_groups == 5
+
+
+BETAS = {
+    "linear": NoiseSchedule.linear(500, 2e-4, 0.04),
+    "scaled_linear": NoiseSchedule.scaled_linear(),
+    "cosine": NoiseSchedule.cosine(500),
+    "given": NoiseSchedule((0.1, 0.3, 0.2)),
+}
+
+
+@pytest.mark.parametrize("kind", BETAS)
+@pytest.mark.parametrize("prefix", ["", "model.", "diffusion.model."])
+def test_betas_kept_beside_the_network_are_its_schedule(
+    kind: str, prefix: str, openai_state: State, tmp_path: Path
+) -> None:
+    """As Lightning modules and GaussianDiffusion keep them, with constants that follow from them."""
+    betas = torch.tensor(BETAS[kind].betas, dtype=torch.float64).float()
+    owner = prefix.removesuffix("model.")
+    constants = {"betas": betas, "alphas_cumprod": (1 - betas).cumprod(0), "sqrt_recip_alphas_cumprod": betas}
+    state = {prefix + key: value for key, value in openai_state.items()}
+    torch.save({"model": state | {owner + key: value for key, value in constants.items()}}, tmp_path / "model.pt")
+    denoiser = load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+    assert denoiser.schedule.to_json()["kind"] == kind
+    np.testing.assert_allclose(denoiser.schedule.betas, BETAS[kind].betas, rtol=1e-15 if kind != "given" else 1e-7)
+    assert denoiser.report.given["schedule"]["by"] == "file"
+    assert denoiser.report.ignored == 3
+    chosen = LoadOptions(image_size=16, num_heads=4, schedule=NoiseSchedule.linear(10))
+    assert len(load_denoiser(tmp_path / "model.pt", chosen).schedule) == 10
+
+
+def test_betas_of_another_network_are_not_read(openai_state: State, tmp_path: Path) -> None:
+    state = {f"model.{key}": value for key, value in openai_state.items()}
+    torch.save(state | {"teacher.betas": torch.full((7,), 0.5)}, tmp_path / "model.pt")
+    denoiser = load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+    assert denoiser.report.assumed["schedule"] == NoiseSchedule.linear().to_json()
+
+
+@pytest.mark.parametrize(
+    ("betas", "sentence"),
+    [
+        (torch.full((3, 2), 0.1), r"the shape \[3, 2\]"),
+        (torch.tensor([0.1, 1.5]), "between 0 and 1"),
+        (torch.tensor([0.1, float("nan")]), "between 0 and 1"),
+        (torch.tensor([]), "at least one beta"),
+        (torch.arange(3), "int64"),
+    ],
+)
+def test_betas_that_are_no_schedule_are_named(
+    betas: torch.Tensor, sentence: str, openai_state: State, tmp_path: Path
+) -> None:
+    torch.save(openai_state | {"betas": betas}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=sentence) as raised:
+        load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+    assert_sentence(raised.value, tmp_path / "model.pt")
+    assert "betas" in str(raised.value)
+
+
 def test_our_field_names_serve_in_a_sidecar(openai_state: State, tmp_path: Path) -> None:
     torch.save(openai_state, tmp_path / "model.pt")
     config = UNetConfig(image_size=16, model_channels=32, channel_mult=(1, 2), num_res_blocks=1, attention_factors=(2,))
@@ -326,7 +411,14 @@ def test_wrong_sidecar_is_one_sentence(sidecar: str, sentence: str, openai_state
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"image_size": 0}, {"num_heads": -1}, {"num_heads": 2, "num_head_channels": 3}, {"prediction": "noise"}]
+    "wrong",
+    [
+        {"image_size": 0},
+        {"norm_groups": 0},
+        {"num_heads": -1},
+        {"num_heads": 2, "num_head_channels": 3},
+        {"prediction": "noise"},
+    ],
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
