@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Judge(Protocol):
-    """What this module needs of a detector."""
+    """The part of a detector that this module needs."""
 
     def batch(self, images: Sequence[Image.Image]) -> list[Result]:
         """Judges images; the result of each does not depend on the others."""

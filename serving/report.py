@@ -118,7 +118,7 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
 
 
 def _legend(threshold: float | None) -> str:
-    """What decides, what the tiles of a picture are, and what their colours mean."""
+    """Say what decides, what the tiles of a picture are, and what their colours mean."""
     if threshold is None:
         decides = "Without a calibration there is no threshold and no verdict: a larger score is worse."
         scale = "Each picture has a scale of its own: colours say where, not how much."
@@ -170,7 +170,7 @@ def plain_text(text: str) -> str:
 
 
 def settings_table(settings: Mapping[str, str]) -> str:
-    """What a run was made with, under its own heading."""
+    """Return a table of a run's settings, under its own heading."""
     lines = "".join(f"<tr><td>{escape(key)}</td><td>{plain_text(value)}</td></tr>" for key, value in settings.items())
     return f'<h2>Settings</h2><table class="settings">{lines}</table>'
 

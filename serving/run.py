@@ -1,4 +1,4 @@
-"""What the commands do with a bundle and folders: judge them with a report, or calibrate on them."""
+"""Run a bundle on folders for the commands: judge them with a report, or calibrate on them."""
 
 import hashlib
 import tempfile

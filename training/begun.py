@@ -1,4 +1,4 @@
-"""What a run was begun with, for who goes on with it."""
+"""The settings a run began with, for resuming it."""
 
 import json
 from pathlib import Path

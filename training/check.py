@@ -1,4 +1,4 @@
-"""What is odd about training images, said before the first step: one sentence each."""
+"""Warnings about training images, said before the first step: one sentence each."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

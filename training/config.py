@@ -1,4 +1,4 @@
-"""What a training run is made of."""
+"""Settings of a training run."""
 
 import math
 from collections.abc import Callable

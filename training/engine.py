@@ -103,7 +103,7 @@ class Engine:
         self._accelerator.end_training()
 
     def scaler_state(self) -> dict[str, Any]:
-        """What fp16 needs to go on; empty otherwise."""
+        """Return the state that fp16 needs to resume; empty otherwise."""
         scaler = self._accelerator.scaler
         return dict(scaler.state_dict()) if scaler is not None else {}
 

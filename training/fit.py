@@ -153,7 +153,7 @@ class Run:
         return self.out / DENOISER
 
     def _notes(self) -> dict[str, Any]:
-        """What the denoiser's file says of its training."""
+        """Return the notes on its training for the denoiser's file."""
         notes = {"training": self.config.to_json(), "steps": self.state.step, "images": self.fingerprint}
         ended = outcome(self.out)
         return notes | (ended.notes() if ended else {})

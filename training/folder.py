@@ -39,7 +39,7 @@ def check_folder(out: Path, resume: bool) -> None:
 
 
 def unwritable(out: Path, error: OSError) -> MdpsError:
-    """What an OSError in the run means: what is left of it, and what to do."""
+    """Return a sentence for an OSError in the run: what is left of it, and what to do."""
     wrong = f"{out} cannot be written ({error.strerror or error})"
     advice = "make room" if error.errno in NO_ROOM else "see to that"
     if (out / CHECKPOINT).exists():

@@ -1,4 +1,4 @@
-"""What is measured between two lines of the log."""
+"""Measurements between two lines of the log."""
 
 import time
 from typing import Any

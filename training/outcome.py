@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     first_quarter_loss: float | None
 
     def notes(self) -> dict[str, Any]:
-        """What a denoiser keeps of it. Without the seconds, so that the same run gives the same file."""
+        """Return what a denoiser keeps of it, without the seconds, so that the same run gives the same file."""
         return {"steps": self.steps, "loss": self.loss, "first_quarter_loss": self.first_quarter_loss}
 
 

@@ -47,7 +47,7 @@ class Incoming:
 
 
 class Share:
-    """What one request holds of the memory for all bodies."""
+    """One request's share of the memory for all bodies."""
 
     def __init__(self, bodies: "Bodies") -> None:
         self._bodies = bodies

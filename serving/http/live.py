@@ -1,4 +1,4 @@
-"""What the page shows of a model: recent scores, the newest picture, the last failures. Bounded, and lost at exit."""
+"""The live view of a model for the page: recent scores, newest picture, last failures. Bounded, and lost at exit."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a picture is drawn from: uint8 [H, W, 3], the anomaly map [H, W]."""
+    """The sources of a drawn picture: uint8 [H, W, 3], the anomaly map [H, W]."""
 
     pixels: NDArray[np.uint8]
     anomaly_map: NDArray[np.float32]
@@ -73,7 +73,7 @@ class Live:
         return list(reversed(self._failures))
 
     def seen(self, number: int) -> Seen | None:
-        """What to draw for an id: the newest, or one of the failures."""
+        """Return what to draw for an id: the newest, or one of the failures."""
         if number in self._failures:
             return self._failures[number]
         if self._newest is not None and self._newest[0] == number:

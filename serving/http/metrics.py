@@ -1,4 +1,4 @@
-"""What Prometheus reads: latency by stage, queue, verdicts, errors, what computes."""
+"""Metrics for Prometheus: latency by stage, queue, verdicts, errors, what computes."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST

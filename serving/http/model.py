@@ -48,7 +48,7 @@ class Loaded:
 
 
 def stamp_of(bundle: Path) -> Stamp | None:
-    """What changes whenever the bundle's manifest is written; None while there is none."""
+    """Return a value that changes whenever the bundle's manifest is written; None while there is none."""
     try:
         stat = (bundle / FILE_NAME).stat()
     except OSError:
@@ -237,6 +237,6 @@ class Model:
 
     @property
     def engines(self) -> dict[str, str]:
-        """What computes each graph."""
+        """Return the name of the engine that computes each graph."""
         engines = self.detector.provenance["engines"]
         return {str(graph): str(provider) for graph, provider in dict(engines).items()}  # type: ignore[call-overload]

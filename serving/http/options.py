@@ -1,4 +1,4 @@
-"""What the server is told: where to listen, who may ask, and how much it takes on."""
+"""Options of the server: where to listen, who may ask, and how much it takes on."""
 
 import ipaddress
 import re

@@ -1,4 +1,4 @@
-"""What all endpoints share: the models, and the one way a request with a picture goes from its head to its answer."""
+"""Shared by all endpoints: the models, and the one way a request with a picture goes from its head to its answer."""
 
 import asyncio
 import time

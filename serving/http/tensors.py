@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """What a client asks: a picture, the outputs it wants, the id to give back, its own deadline in seconds.
+    """A client's request: a picture, the outputs it wants, the id to give back, its own deadline in seconds.
 
     `batched` is whether the tensor had a leading axis of 1, which the map then has too.
     """
@@ -50,7 +50,7 @@ class InferRequest:
 
 
 def output_names(calibrated: bool) -> tuple[str, ...]:
-    """What a model answers; without a calibration there is neither a threshold nor a verdict."""
+    """Return the names of a model's outputs; without a calibration there is neither a threshold nor a verdict."""
     return ("score", "threshold", "verdict", "anomaly_map") if calibrated else ("score", "anomaly_map")
 
 

@@ -16,7 +16,7 @@ from mdps.runtime.detector import Result
 
 
 class Engine(Protocol):
-    """What the thread needs of a detector."""
+    """The part of a detector that the thread needs."""
 
     def judge(self, observations: NDArray[np.float32]) -> list[Result]:
         """Results for float32 [B, 3, H, W]; none depends on the others."""

@@ -67,7 +67,7 @@ def torch_enlarged(anomaly_map: NDArray[np.float32], shape: tuple[int, int]) -> 
 
 
 def independent(pairs: list[tuple[NDArray[np.bool_], NDArray[np.float32], float]]) -> dict[str, float]:
-    """What scikit-learn says of truths, maps of the same size and scores, all pixels at once."""
+    """Return scikit-learn's metrics of truths, maps of the same size and scores, all pixels at once."""
     labels, scores = [truth.any() for truth, _, _ in pairs], [score for *_, score in pairs]
     truth, values = (np.concatenate([pair[i].ravel() for pair in pairs]) for i in (0, 1))
     precision, recall, _ = precision_recall_curve(labels, scores)

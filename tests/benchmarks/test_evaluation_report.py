@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind and says: files, plots, page, and the command."""
+"""The outcome of an evaluation: files, plots, page, and the command."""
 
 import json
 import re

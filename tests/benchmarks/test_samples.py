@@ -1,4 +1,4 @@
-"""What a mask marks, and what is no truth."""
+"""Which masks are a truth, and what they mark."""
 
 import numpy as np
 import pytest

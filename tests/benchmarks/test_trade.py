@@ -1,4 +1,4 @@
-"""What a millisecond buys: the ways compared, agreement of maps, times, less precision, and the whole study."""
+"""The value of a millisecond: the ways compared, agreement of maps, times, less precision, and the whole study."""
 
 import contextlib
 import json
@@ -217,7 +217,7 @@ def test_weights_in_fp16_are_those_weights_rounded_and_all_else_is_the_same(tiny
 
 
 def denoised(bundle: Path) -> np.ndarray:
-    """What a plain step of the bundle makes of an edge."""
+    """Return an edge after a plain step of the bundle."""
     image = np.full((1, 3, 32, 32), 0.2, np.float32)
     image[..., 10:20, 10:20] = -0.5
     feeds = {"x_t": image, "observation": image, "mask": np.ones_like(image[:, :1]), "noise": 0 * image}

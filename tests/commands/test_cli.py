@@ -337,7 +337,7 @@ def test_inspect_of_a_folder_of_photographs_says_what_it_takes(good: Path, capsy
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the export was called with; nothing is exported."""
+    """Record what the export is called with; nothing is exported."""
     import mdps.export
 
     calls: list[tuple[Any, ...]] = []

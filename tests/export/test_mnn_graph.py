@@ -1,4 +1,4 @@
-"""What is rewritten for MNN, against the graph as it was, both in ONNX Runtime; and the order of the file."""
+"""The graph as rewritten for MNN, against the graph as it was, both in ONNX Runtime; and the order of the file."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a user chooses at an export, and the settings that follow."""
+"""Options of an export, and the settings that follow."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What goes wrong where a detector really runs: odd mounts, consoles, editors, worker processes, plain pictures."""
+"""Faults where a detector really runs: odd mounts, consoles, editors, worker processes, plain pictures."""
 
 import ast
 import asyncio
@@ -177,7 +177,7 @@ def test_memory_does_not_grow_over_two_thousand_images_of_the_demo(
 
 
 def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
-    """What the pipeline says of it, through the served model, to the counter."""
+    """The pipeline's warning goes through the served model, to the counter."""
     pytest.importorskip("starlette", reason="the extra [serve] is not installed")
     from mdps.serving.http.metrics import Metrics
     from mdps.serving.http.model import Loaded, Model

@@ -1,4 +1,4 @@
-"""What a wheel contains, and that the metadata says what it must."""
+"""The wheel contains the package and no more, and the metadata is complete."""
 
 import importlib.metadata
 import shutil

@@ -1,4 +1,4 @@
-"""What users write against `mdps.runtime` type-checks strictly, so that their editors and checkers know our types."""
+"""A user's code against `mdps.runtime` type-checks strictly, so that their editors and checkers know our types."""
 
 import subprocess
 import sys

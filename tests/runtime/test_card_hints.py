@@ -1,4 +1,4 @@
-"""What the commands advise about a card: options that lead there and not back to the processor."""
+"""Advice of the commands about a card: options that lead there and not back to the processor."""
 
 import importlib.util
 import shutil

@@ -212,7 +212,7 @@ def test_on_the_callers_stream_a_run_waits_for_nothing_and_has_its_graph(install
 
 
 def test_here_the_library_tells_that_the_cpu_computes(tmp_path):
-    """What the rule rests on, asked of the real library: it names every node's provider."""
+    """The rule rests on the real library: it names every node's provider."""
     import onnx
     import onnxruntime
 

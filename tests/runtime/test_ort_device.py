@@ -84,7 +84,7 @@ class HostDriver:
 
 @pytest.fixture(scope="module")
 def traced_bundle(small_checkpoint, tmp_path_factory):
-    """As `tiny_bundle`, its guided step a torch program, its masked pass without guidance."""
+    """Return a `tiny_bundle` with its guided step a torch program, its masked pass without guidance."""
     from mdps.export import ExportOptions, export_bundle
     from mdps.models.checkpoints import LoadOptions
 

@@ -54,7 +54,7 @@ class Job:
 
 @dataclass
 class Report:
-    """What came of a run; `faults` should be empty.
+    """The result of a run; `faults` should be empty.
 
     `capacity` is what the bare runtime judges a second, `rate` the requests that are due a second, of which the good
     ones alone are twice the capacity. `overload` is how many good requests were sent for each that was judged, over the
@@ -281,7 +281,7 @@ def _put(values: "array[int]", index: int, value: int) -> None:
 
 
 def _fault(job: Job, reply: http.client.HTTPResponse, body: bytes, name: str) -> str | None:
-    """What is wrong with an answer; None where nothing is."""
+    """Return what is wrong with an answer; None where nothing is."""
     if reply.headers.get("X-Request-Id") != name:
         return f"{name} got the answer to {reply.headers.get('X-Request-Id')}"
     if reply.status != 200 and not json.loads(body)["error"]:

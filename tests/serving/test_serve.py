@@ -22,7 +22,7 @@ ONE = ("--threads", "1")
 
 @pytest.fixture(scope="module")
 def expected(line_bundle, line_images):
-    """What the bare runtime says of each picture."""
+    """Return the bare runtime's result for each picture."""
     with load(line_bundle, threads=1) as detector:
         return detector.batch(line_images)
 

@@ -1,4 +1,4 @@
-"""What the server goes on in spite of: slow clients, greedy requests, a closed terminal, a full disk."""
+"""The server survives slow clients, greedy requests, a closed terminal, a full disk."""
 
 import asyncio
 import contextlib

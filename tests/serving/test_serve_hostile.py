@@ -315,7 +315,7 @@ def paths():
 
 
 def wire():
-    """What is hardly HTTP."""
+    """Bytes that are hardly HTTP."""
     yield "huge header", request("GET", "/v2", X_Big="a" * 100_000), 431
     yield "huge request line", request("GET", "/" + "a" * 100_000), 431
     yield "many headers", request("GET", "/v2", **{f"X-{i}": "1" for i in range(80)}), 431

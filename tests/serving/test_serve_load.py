@@ -84,7 +84,7 @@ def test_serving_takes_little_processor_time(line_bundle, line_images):
 
 
 def test_sigterm_under_load_answers_every_accepted_request(line_bundle, line_images):
-    """What the server says it answered, the clients got; whoever got nothing was never accepted."""
+    """The clients got every answer that the server counts; whoever got nothing was never accepted."""
     answered, cut = [], []
 
     def client(port, index):

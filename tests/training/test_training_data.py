@@ -172,7 +172,7 @@ def test_data_mistakes_are_told_before_the_first_step(tmp_path, tiny_images, tin
 
 
 def sentences(folder, size=16):
-    """What is warned about before the first step; a refusal of the network's size keeps it from beginning."""
+    """Return the warnings before the first step; a refusal of the network's size keeps it from beginning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         from mdps.training.fit import as_source

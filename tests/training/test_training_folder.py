@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and what it shows while it runs."""
+"""Files that a run leaves in its folder, and its progress while it runs."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a run says of itself when it ends, and that the export repeats it."""
+"""A run's verdict on itself when it ends, which the export repeats."""
 
 import json
 import warnings

@@ -72,7 +72,7 @@ _CODE |= {
 
 
 class Target(Protocol):
-    """What is fuzzed. `run` raises one of `refusals` for what it does not take; anything else is a finding."""
+    """Code to fuzz. `run` raises one of `refusals` for what it does not take; anything else is a finding."""
 
     refusals: tuple[type[BaseException], ...]
 
@@ -95,7 +95,7 @@ class Violation(BaseException):
 
 @dataclass
 class Finding:
-    """What happened, first for which input, how often."""
+    """A kind of failure, the input that first showed it, and how often it came."""
 
     what: str
     case: Case
@@ -104,7 +104,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What one run came to."""
+    """The result of one run."""
 
     cases: int = 0
     refused: int = 0
@@ -344,7 +344,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _said(error: BaseException) -> tuple[str, str]:
-    """What tells one kind of finding from another, and all of it."""
+    """Return what tells one kind of finding from another, and all of it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(f"{PACKAGE}/") and "/tests/" not in frame.filename]
     frame = (ours or list(frames))[-1]
