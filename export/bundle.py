@@ -104,7 +104,7 @@ def _trained_preprocessing(denoiser: Denoiser) -> Preprocessing:
 
 
 def _trained_noise(denoiser: Denoiser) -> Literal["gaussian", "simplex"] | None:
-    """What the checkpoint's notes say it was trained to remove; None where they say nothing."""
+    """Return the noise that the checkpoint's notes say it was trained on; None where they say nothing."""
     training = denoiser.extra.get("training")
     for notes in (denoiser.extra, training if isinstance(training, dict) else {}):
         if notes.get("noise") in ("gaussian", "simplex"):
@@ -120,7 +120,7 @@ def _unknown_noise(chosen: str, trained: str | None) -> str:
 
 
 def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing) -> None:
-    """What would fail deep inside a trace, said before it starts."""
+    """Raise before a trace starts what would fail deep inside it."""
     unit = 2 ** (len(denoiser.config.channel_mult) - 1)
     size = preprocessing.network_size
     if any(side % unit for side in size):
@@ -243,7 +243,7 @@ class _Writer:
         self._write("score", self._graph(module, inputs, outputs, axes), weights)
 
     def count_autograd(self) -> None:
-        """What torch performs for the guided step, beside what the graphs have; nothing where no pass is guided."""
+        """Count torch's operations for the guided step, beside those of the graphs; nothing where no pass is guided."""
         passes = self.settings.sampler.passes
         guided = [index for index, one in enumerate(passes) if one.guidance_scale]
         if not guided:
@@ -254,7 +254,7 @@ class _Writer:
         self.say(_node_table(self.autograd, self.nodes))
 
     def manifest(self, name: str, backend: Literal["onnx", "traced"], backbone: Backbone | None) -> Manifest:
-        """What was written so far; the parity report lacks its checks."""
+        """Return the manifest of what was written so far; its parity report lacks the checks."""
         report = self.denoiser.report
         hashes = {"backbone_weights_sha256": backbone.weights_sha256 or ""} if backbone else {}
         return Manifest(

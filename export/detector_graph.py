@@ -190,7 +190,7 @@ class _Numbers:
 
 
 def observation(add: Merger, image: str, preprocessing: Preprocessing) -> str:
-    """What `Preprocessing` makes of a picture: uint8 [H, W, 3] to float32 [1, 3, h, w] in [-1, 1].
+    """Preprocess a picture as `Preprocessing` does: uint8 [H, W, 3] to float32 [1, 3, h, w] in [-1, 1].
 
     A picture too small for the region of interest makes the engine fail, as it makes the runtime raise.
     """

@@ -1,4 +1,4 @@
-"""What TensorRT's parser does not read of our graphs, said in nodes that it does."""
+"""Rewrite nodes that TensorRT's parser does not read as nodes that it does."""
 
 from collections.abc import Iterator
 from pathlib import Path

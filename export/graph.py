@@ -49,7 +49,7 @@ def _write_at(file: IO[bytes], offset: int, data: bytes) -> None:
 def trace(
     module: nn.Module, inputs: Mapping[str, Tensor], outputs: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> ModelProto:
-    """What `tracer.record` does, by torch's own exporter: slower, for networks with operators that one does not know.
+    """Record a module as `tracer.record` does, by torch's own exporter: slower, for operators that one does not know.
 
     Example inputs need at least two along each dynamic axis, or the trace would take one for a constant.
     """

@@ -48,7 +48,7 @@ def _subpixel(weight: Tensor) -> Tensor:
 
 
 def block_type(network: UNet) -> torch.dtype:
-    """What the convolutions compute in, and so the activations between them."""
+    """Return the type that the convolutions compute in, and so the activations between them."""
     return network.out[2].get_parameter("weight").dtype
 
 

@@ -55,7 +55,7 @@ def write_mnn(model: ModelProto, path: Path) -> None:
 
 
 def _named_evenly(path: Path) -> bytes:
-    """What the file holds, without the random name that the converter gives it."""
+    """Return the file's content without the random name that the converter gives it."""
     library = load_library()
     with capture_output():
         name = library.get_model_uuid(str(path)).encode()

@@ -168,7 +168,7 @@ class _Graph:
         return self._constant("mnn_shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
 
     def _factor(self, name: str) -> tuple[str, bool]:
-        """What a factor is the transpose of, and whether it is one."""
+        """Return what a factor is the transpose of, and whether it is one."""
         producer = self._producers.get(name)
         if producer is None or producer.op_type != "Transpose":
             return name, False

@@ -1,4 +1,4 @@
-"""What a user may choose when exporting, and the settings that follow from it."""
+"""A user's choices for an export, and the settings that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -23,7 +23,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the paper leaves to choose. The defaults are `paper` mode; `reference()` is what the authors' code does."""
+    """Choices that the paper leaves open. The defaults are `paper` mode; `reference()` is the authors' code."""
 
     alphas_cumprod: Tensor  # float64 [1000]
     reference_times: bool = False
@@ -56,7 +56,7 @@ class Oracle:
 
 
 def reference(alphas_cumprod: Tensor, **changes: Any) -> Oracle:
-    """What the authors' published code does, with `changes`."""
+    """Return the settings of the authors' published code, with `changes`."""
     theirs: dict[str, Any] = {
         "reference_times": True, "known": "replace", "pixel": "scaled", "pool": 3, "align_corners": True,
         "sigma": 4.0, "kernel": 33, "map_scale": 0.5, "softmax_score": True,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """What a U-Net is made of. `attention_factors` are downsampling factors (image size / attention resolution)."""
+    """The structure of a U-Net. `attention_factors` are downsampling factors (image size / attention resolution)."""
 
     image_size: int
     in_channels: int = 3

@@ -139,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def describe(config: dict[str, Any], folder: Path) -> Statement:
-    """What config.json and a scheduler's config beside it say."""
+    """Read config.json and a scheduler's config beside it."""
     attention, resampling = _levels(config)
     widths = config["block_out_channels"]
     size = config["sample_size"]

@@ -1,4 +1,4 @@
-"""What a denoiser's notes on its training say against it."""
+"""Warnings in a denoiser's notes on its training."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What can be wrong with a file of weights."""
+"""Errors of a file of weights."""
 
 import reprlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class CheckpointError(UsageError):
 
 
 def shown(value: object) -> str:
-    """What a file says, in a sentence: on one line and short, however large, deep or odd it is."""
+    """Quote what a file says in a sentence: on one line and short, however large, deep or odd it is."""
     try:
         return " ".join(reprlib.repr(value).split())
     except (ValueError, RuntimeError):  # numbers of more than 4,300 digits; values that refer to themselves

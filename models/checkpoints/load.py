@@ -57,7 +57,7 @@ def load_denoiser(path: Path | str, options: LoadOptions | None = None) -> Denoi
 
 
 def describe_checkpoint(path: Path | str, options: LoadOptions | None = None) -> CheckpointReport:
-    """What a checkpoint is, without building it; `needed` names the missing options. Errors as `load_denoiser`."""
+    """Describe a checkpoint without building it; `needed` names the missing options. Errors as `load_denoiser`."""
     path = Path(path)
     with naming(path):
         return _report(path, *_open(path, options or LoadOptions()))
@@ -73,7 +73,7 @@ def _open(path: Path, options: LoadOptions) -> tuple[Source, Resolved]:
 
 
 def _complete(resolved: Resolved) -> tuple[UNetConfig, NoiseSchedule, Prediction]:
-    """What `resolved` settles, if nothing is left open."""
+    """Return what `resolved` settles, if nothing is left open."""
     if resolved.needed:
         raise CheckpointError(f"does not say all that is needed: give {', and '.join(resolved.needed)}")
     if resolved.schedule is None or resolved.prediction is None:

@@ -41,7 +41,7 @@ def save_denoiser(
 
 
 def read_description(metadata: dict[str, str]) -> tuple[Statement, dict[str, Any]]:
-    """What the header says, and the `extra` notes; CheckpointError for a header that is damaged or too new."""
+    """Read the header and the `extra` notes; CheckpointError for a header that is damaged or too new."""
     try:
         obj = json.loads(metadata[METADATA_KEY])
         version = obj["format_version"]

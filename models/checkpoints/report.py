@@ -1,4 +1,4 @@
-"""What a checkpoint is, and where each fact about it comes from."""
+"""The facts about a checkpoint, and where each of them comes from."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said about a network beside its tensors: by the file, a sidecar, the user, or what its code publishes."""
+"""Statements about a network beside its tensors: by the file, a sidecar, the user, or what its code publishes."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a U-Net is made of, read from the shapes of its tensors (keys are guided-diffusion's)."""
+"""The structure of a U-Net, read from the shapes of its tensors (keys are guided-diffusion's)."""
 
 import math
 import re
@@ -67,7 +67,7 @@ def check_fit(config: UNetConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_values(config: UNetConfig) -> None:
-    """What no tensor shows and a description may have wrong."""
+    """Check what no tensor shows and a description may have wrong."""
     possible = {
         "image_size": 1 <= config.image_size <= 2**14,
         "num_head_channels": config.num_head_channels is None or config.num_head_channels >= 1,
