@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mdps.benchmarks.samples import Category, Sample
 from mdps.runtime.errors import UsageError
-from mdps.runtime.image_files import IMAGE_SUFFIXES
+from mdps.runtime.image_files import is_image_name
 
 LOOKED_FOR = (
     "train/good (MVTec AD, MPDD), test_public (MVTec AD 2), train/ok (BTAD), Data/Images (VisA), train, test or good "
@@ -73,11 +73,14 @@ def natural(path: Path) -> tuple[list[str | int], str]:
 
 
 def images(folder: Path) -> tuple[Path, ...]:
-    """The image files right in `folder`, hidden ones apart, in natural order; () where there is no such folder."""
+    """The image files right in `folder`, hidden ones apart, in natural order; () where there is no such folder.
+
+    Also what is called so and cannot be read, as in `image_files`: its turn comes, and it is named then.
+    """
     if not folder.is_dir():
         return ()
-    files = (file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != ".")
-    return tuple(sorted((file for file in files if file.is_file()), key=natural))
+    named = (entry for entry in folder.iterdir() if is_image_name(entry.name))
+    return tuple(sorted((entry for entry in named if not (entry.is_dir() and any(entry.iterdir()))), key=natural))
 
 
 def subfolders(folder: Path) -> tuple[Path, ...]:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, first_line
+from mdps.runtime.image_files import open_file
 from mdps.runtime.pictures import turn_of
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def _opened(path: Path, read: Callable[[Image.Image], T]) -> T:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with open_file(path) as file, Image.open(file) as image:
                 return read(with_palette(image))
     except Exception as error:  # decoders raise nearly every type on a damaged file
         reason = f"{type(error).__name__}: {first_line(str(error))}"

@@ -5,8 +5,11 @@ Nothing is decoded, so that thousands of files are looked through in a moment.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from mdps.runtime.image_files import open_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,22 +29,26 @@ class Header(NamedTuple):
 
 
 def header(path: Path) -> Header:
-    """That of an image file; whatever Pillow raises where there is none."""
+    """Read an image file's header; raises whatever the system or Pillow does where there is none."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with open_file(path) as file, Image.open(file) as image:
         return Header(image.size, image.mode)
+
+
+def known_headers(paths: Sequence[Path]) -> tuple[list[Path], list[Header]]:
+    """The files that can be read, and their headers."""
+    files, headers = [], []
+    for path in paths:
+        with suppress(Exception):
+            headers.append(header(path))
+            files.append(path)
+    return files, headers
 
 
 def odd_pictures(paths: Sequence[Path], preprocessing: "Preprocessing") -> list[str]:
     """Sentences about image files that are to be judged. Files that cannot be read are passed over."""
-    known = []
-    for path in paths:
-        try:
-            known.append((path, header(path)))
-        except Exception:
-            continue
-    files, headers = [path for path, _ in known], [found for _, found in known]
+    files, headers = known_headers(paths)
     said = [*deep(files, headers)]
     if preprocessing.roi is None:  # the region of interest has one size, whatever the pictures'
         said += small(files, headers, preprocessing.image_size)
@@ -67,7 +74,7 @@ def sizes(
 ) -> Iterator[str]:
     """Says it where files have several sizes, all resized to `resized` (H, W); `kind` is what the files are called."""
     counts = Counter(found.size for found in headers).most_common()
-    if len(counts) == 1:
+    if len(counts) < 2:
         return
     usual = counts[0][0]
     odd = next(path for path, found in zip(paths, headers, strict=True) if found.size != usual)

@@ -7,15 +7,19 @@ applied, here as in training. What can be meant in two ways (several pictures in
 """
 
 import io
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, first_line, require
+from mdps.runtime.image_files import open_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,21 +66,18 @@ def read_image(image: Any) -> "Image.Image":
         "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on in this program, so that half a picture would be judged as a whole "
         "one: set it to False",
     )
-    opened = image if isinstance(image, Image.Image) else _open(image, name)
     try:
-        _check_size(opened.size, name)
-        _check_end(opened, name)
-        picture = with_palette(opened)
-        rgb, turn = _to_rgb(picture, name), turn_of(picture)
-        rgb.info.clear()  # what was read of the file is applied, and must not be a second time
-        return rgb if turn is None else rgb.transpose(turn)
+        with _opened(image, name) as opened:
+            _check_size(opened.size, name)
+            _check_end(opened, name)
+            picture = with_palette(opened)
+            rgb, turn = _to_rgb(picture, name), turn_of(picture)
     except ImageError:
         raise
     except Exception as error:  # decoders raise nearly every type on a damaged file
         raise ImageError(f"{name} cannot be decoded, it may be truncated or damaged: {_reason(error)}") from error
-    finally:
-        if opened is not image:
-            opened.close()
+    rgb.info.clear()  # what was read of the file is applied, and must not be a second time
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 def turn_of(image: "Image.Image") -> "Image.Transpose | None":
@@ -104,35 +105,47 @@ def check_single(image: "Image.Image", name: str) -> None:
         raise ImageError(f"{name} holds several pictures, of which only the first would be judged: save each by itself")
 
 
-def _open(image: object, name: str) -> "Image.Image":
-    if isinstance(image, bytes):
-        opened = _identify(io.BytesIO(image), name)
-    elif isinstance(image, str | Path):
-        _check_file(Path(image), name)
-        opened = _identify(Path(image), name)
-    else:
-        raise ImageError(f"{name} is no picture: give a path, the bytes of a file, a PIL image or a uint8 array")
-    try:
+@contextmanager
+def _opened(image: object, name: str) -> Iterator["Image.Image"]:
+    """The picture, not decoded yet; ImageError for what is none, or no single photograph."""
+    from PIL import Image
+
+    if isinstance(image, Image.Image):
+        yield image
+        return
+    # Never by its path: Pillow would open it again, and map it into memory, where a file that shrinks ends the process.
+    with _source(image, name) as file, _identify(file, name) as opened:
         if opened.format in _DRAWINGS:
             raise ImageError(f"{name} is a drawing ({opened.format}) and no photograph: save it as PNG")
         check_single(opened, name)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
+        yield opened
 
 
-def _check_file(path: Path, name: str) -> None:
+def _source(image: object, name: str) -> BinaryIO:
+    if isinstance(image, bytes):
+        return io.BytesIO(image)
+    if not isinstance(image, str | Path):
+        raise ImageError(f"{name} is no picture: give a path, the bytes of a file, a PIL image or a uint8 array")
     try:
-        if not path.is_file():
-            raise ImageError(f"{name} is no file: check the path")
-        if path.stat().st_size == 0:
-            raise ImageError(f"{name} is empty (0 bytes)")
-    except OSError as error:  # a name that is too long, a network drive that has gone, a file just deleted
+        file = open_file(image)
+    except (FileNotFoundError, ValueError):  # a name with a zero byte is a ValueError
+        raise ImageError(f"{name} {_missing(image)}: check the path") from None
+    except OSError as error:  # a name that is too long, a network drive that has gone, a pipe
         raise ImageError(f"{name} cannot be read: {error.strerror or error}") from error
+    if os.fstat(file.fileno()).st_size == 0:
+        file.close()
+        raise ImageError(f"{name} is empty (0 bytes)")
+    return file
 
 
-def _identify(source: Any, name: str) -> "Image.Image":
+def _missing(path: str | Path) -> str:
+    try:
+        return f"is a link to {os.readlink(path)}, which does not exist"  # noqa: PTH115 - may be text
+    except (OSError, ValueError):
+        return "does not exist"
+
+
+def _identify(source: BinaryIO, name: str) -> "Image.Image":
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -19,7 +19,7 @@ def find_images(inputs: Sequence[str | Path], exclude: Path | None = None) -> li
     Hidden files and folders are passed over, linked folders are not, and a file named twice is listed once.
 
     Raises:
-        UsageError: an input does not exist, a folder cannot be read or has no image.
+        UsageError: an input is no file and no folder, a folder cannot be read or has no image.
     """
     found: dict[str, Path] = {}
     for given in inputs:
@@ -30,13 +30,13 @@ def find_images(inputs: Sequence[str | Path], exclude: Path | None = None) -> li
 
 def _images_of(given: Path, exclude: Path | None) -> list[Path]:
     try:
-        is_file, is_folder = given.is_file(), given.is_dir()
+        if given.is_file():
+            return [given]
+        if not given.is_dir():
+            there = "is neither" if os.path.lexists(given) else "does not exist"
+            raise UsageError(f"{given} {there}: give an image or a folder with images")
     except OSError as error:  # a name that is too long, a network drive that has gone
         raise UsageError(f"{given} cannot be read: {error.strerror or error}") from error
-    if is_file:
-        return [given]
-    if not is_folder:
-        raise UsageError(f"{given} does not exist: give an image or a folder with images")
     images = image_files(given, exclude)
     if not images:
         raise UsageError(f"{given} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))}), nor does a folder below it")

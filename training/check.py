@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mdps.runtime.odd_pictures import deep, header, sizes, small, verb
+from mdps.runtime.odd_pictures import deep, known_headers, sizes, small, verb
 from mdps.training.sources import Images
 
 KIND = "training images"
@@ -14,12 +14,12 @@ FEW = 10  # below it a network learns its images by heart
 
 def check_files(paths: Sequence[Path], images: Images, resized: tuple[int, int]) -> list[str]:
     """Sentences about image files and what was read from them, uint8 [n, H, W, 3], resized to `resized` (H, W)."""
-    headers = [header(path) for path in paths]
+    files, headers = known_headers(paths)  # the images are read already: one that has gone since is no harm
     return [
         *_few(paths),
-        *sizes(paths, headers, resized, KIND),
-        *deep(paths, headers, KIND),
-        *small(paths, headers, resized, KIND, ": choose a smaller --image-size"),
+        *sizes(files, headers, resized, KIND),
+        *deep(files, headers, KIND),
+        *small(files, headers, resized, KIND, ": choose a smaller --image-size"),
         *_grey(paths, images),
         *_copies(paths, images),
         *_flat(paths, images),
