@@ -68,8 +68,8 @@ def _only_once(*known: Path | None) -> Callable[[Path], bool]:
 
 def open_file(path: str | Path) -> BinaryIO:
     """Open a file for reading; OSError for a pipe, device, socket or folder, of which some block and some never end."""
-    _check_regular(os.stat(path))  # noqa: PTH116 - before it is opened: a device may act on that alone
-    file = open(path, "rb", opener=without_waiting)  # noqa: PTH123, SIM115
+    _check_regular(Path(path).stat())  # before it is opened: a device may act on that alone
+    file = open(path, "rb", opener=without_waiting)  # noqa: SIM115
     try:
         _check_regular(os.fstat(file.fileno()))  # it may be another by now
     except BaseException:

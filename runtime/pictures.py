@@ -56,7 +56,7 @@ def read_image(image: Any) -> "Image.Image":
     ImageError naming the file where it is missing, empty, truncated, too large, or of a kind with no defined result;
     UsageError where this program made Pillow accept halves of pictures.
     """
-    from PIL import Image, ImageFile
+    from PIL import ImageFile
 
     name = describe(image)
     if isinstance(image, np.ndarray):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from mdps.runtime.errors import UsageError
-from mdps.runtime.image_files import LINES, MAPS, OVERLAYS
+from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, open_file
 from mdps.serving.rows import TABLE, TABLE_HEADER, writing
 
 REPORT = "report.html"
@@ -49,7 +49,9 @@ def remove_results(out: Path) -> None:
 
 
 def _listed(out: Path) -> Iterator[Path]:
-    for line in (out / LINES).read_bytes().splitlines():
+    with writing(out / LINES), open_file(out / LINES) as file:
+        lines = file.read().splitlines()
+    for line in lines:
         try:
             name = PurePosixPath(json.loads(line)["map"])
         except (ValueError, TypeError, KeyError):  # an image without a map, or no line of ours

@@ -17,7 +17,7 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import MAPS, OVERLAYS
 from mdps.runtime.preprocessing import read_image
 from mdps.serving.earlier import refuse_inputs_in, refuse_results, remove_results
-from mdps.serving.inputs import find_images, output_names
+from mdps.serving.inputs import output_names
 from mdps.serving.overlay import HeatRange, own_range, png, strip
 from mdps.serving.rows import Row, open_rows, writing
 
@@ -42,7 +42,7 @@ class Judged:
 
 def predict(
     detector: Judge,
-    inputs: Sequence[str | Path],
+    images: Sequence[Path],
     out: Path,
     *,
     batch: int = 4,
@@ -50,7 +50,7 @@ def predict(
     heat_range: HeatRange | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judges all images of `inputs` and writes `results.jsonl`, `results.csv`, `maps/` and `overlays/` into `out`.
+    """Judge the `images` that were found and write `results.jsonl`, `results.csv`, `maps/` and `overlays/` into `out`.
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows.
@@ -61,14 +61,12 @@ def predict(
         heat_range: map values drawn as no and full heat; None takes each map's own range.
 
     Returns:
-        One row a file, in the order of the inputs. A file that cannot be judged has the verdict "error".
+        One row a file, in their order. A file that cannot be judged has the verdict "error", also one that is gone.
 
     Raises:
-        UsageError: an input is missing or has no images, `out` cannot be made, or holds results of an earlier run or
-            inputs where outputs would be written.
+        UsageError: `out` cannot be made, or holds results of an earlier run or images where outputs would be written.
         MdpsError: an output cannot be written.
     """
-    images = find_images(inputs, exclude=out)
     if not force:
         refuse_results(out)
     refuse_inputs_in(out, images)

@@ -33,8 +33,8 @@ def _images_of(given: Path, exclude: Path | None) -> list[Path]:
         if given.is_file():
             return [given]
         if not given.is_dir():
-            there = "is neither" if os.path.lexists(given) else "does not exist"
-            raise UsageError(f"{given} {there}: give an image or a folder with images")
+            found = "is neither an image nor a folder" if os.path.lexists(given) else "does not exist"
+            raise UsageError(f"{given} {found}: give an image or a folder with images")
     except OSError as error:  # a name that is too long, a network drive that has gone
         raise UsageError(f"{given} cannot be read: {error.strerror or error}") from error
     images = image_files(given, exclude)

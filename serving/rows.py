@@ -1,17 +1,16 @@
 """One row an image: what a run says of it, as JSON and CSV, on disk as soon as it is known."""
 
-import csv
-import io
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from mdps.runtime.errors import MdpsError
-from mdps.runtime.image_files import LINES, OVERLAYS
+from mdps.runtime.image_files import LINES, OVERLAYS, without_waiting
 
 TABLE = "results.csv"
 
@@ -45,16 +44,28 @@ class Row:
 
     def to_csv(self) -> str:
         """The row as one line of CSV; what is not known stays empty."""
-        return _csv_line(list(asdict(self).values()))
+        return _csv_line(asdict(self).values())
 
 
-CSV_HEADER = [field.name for field in fields(Row)]
+TABLE_HEADER = ",".join(field.name for field in fields(Row)) + "\n"
+# What makes a formula of a cell, behind what spreadsheets pass over or, in some countries, part cells at.
+_FORMULA = r"(?:\A|;)[\s\ufeff]*[-=+@\uff0d\uff1d\uff0b\uff20]"
+_HOSTILE = re.compile(rf"{_FORMULA}|\A\"|[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def _csv_line(values: list[object]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(["" if value is None else value for value in values])
-    return line.getvalue()
+def _csv_line(values: Iterable[object]) -> str:
+    return ",".join(map(_cell, values)) + "\n"
+
+
+def _cell(value: object) -> str:
+    """A value as a cell that is one in every importer; text that would be more is written as JSON text, in quotes."""
+    if not isinstance(value, str):
+        return "" if value is None else str(value)
+    text = value
+    if _HOSTILE.search(value):
+        text = re.sub(r"(;\s*)([-=+@])", lambda found: f"{found[1]}\\u{ord(found[2]):04x}", json.dumps(value))
+    is_plain = text == text.strip() and not set(text) & set(',;"')
+    return text if is_plain else '"{}"'.format(text.replace('"', '""'))
 
 
 @contextmanager
@@ -97,7 +108,8 @@ class RowFile:
     def __init__(self, path: Path, header: str = "", once_owned: Callable[[], None] = lambda: None) -> None:
         self._path = path
         with writing(path):
-            self._file: BinaryIO = path.open("ab", buffering=0)  # emptied once it is known to be ours
+            # Emptied once it is known to be ours; a pipe that nobody reads is refused.
+            self._file: BinaryIO = open(path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115
         try:
             _own(self._file, path)
             once_owned()
@@ -114,7 +126,7 @@ class RowFile:
         Raises:
             MdpsError: the disk took only a part of the line; that part is cut off again.
         """
-        data = line.encode("utf-8", "surrogateescape")
+        data = line.encode()
         start = self._file.tell()
         with writing(self._path):
             try:
@@ -130,9 +142,6 @@ class RowFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-TABLE_HEADER = _csv_line([*CSV_HEADER])
 
 
 def open_rows(folder: Path, once_owned: Callable[[], None] = lambda: None) -> tuple[RowFile, RowFile]:

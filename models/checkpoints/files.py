@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.runtime.errors import first_line
+from mdps.runtime.image_files import open_file
 
 
 def _plain_dictionary(*_: Any) -> "collections.OrderedDict[Any, Any]":
@@ -75,10 +76,10 @@ def _head(path: Path) -> bytes:
     if not path.exists():
         raise CheckpointError("does not exist: check the path")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(512)
     except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror}): check its permissions") from None
+        raise CheckpointError(f"cannot be read ({error.strerror}): check the path and its permissions") from None
     if not head:
         raise CheckpointError(f"is empty: {_AGAIN}")
     if head.startswith(b"version https://git-lfs"):

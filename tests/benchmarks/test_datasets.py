@@ -291,7 +291,7 @@ def test_what_is_no_image_is_passed_over(tmp_path):
     draw(tmp_path / "test" / "crack" / "._000.png")
     draw(tmp_path / "test" / "__MACOSX" / "000.png")
     (tmp_path / "train" / "good" / "notes.txt").write_text("x")
-    (tmp_path / "train" / "good" / "folder.png").mkdir()
+    draw(tmp_path / "train" / "good" / "folder.png" / "inner.png")
     category = only(tmp_path)
     assert (len(category.train), len(category.test), category.problems) == (3, 3, ())
 

@@ -4,12 +4,14 @@ import errno
 import io
 import os
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageCms, ImageFile
 
+from mdps.runtime import pictures
 from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.pictures import read_image
 from mdps.runtime.preprocessing import Preprocessing, to_uint8
@@ -83,11 +85,41 @@ def test_a_network_drive_that_has_gone_is_an_image_error(tmp_path, monkeypatch):
         read_image(tmp_path / "part.png")
 
 
-def test_a_file_deleted_while_it_is_looked_at_is_an_image_error(tmp_path, monkeypatch):
-    path = tmp_path / "part.png"
-    monkeypatch.setattr(Path, "is_file", lambda self: True)
-    with pytest.raises(ImageError, match=r"part\.png cannot be read: No such file"):
-        read_image(path)
+@pytest.fixture
+def seemed(tmp_path, monkeypatch):
+    """Lets every path seem to be a file of some bytes when it is asked about, whatever is there when it is opened."""
+    (tmp_path / "file").write_bytes(b"some")
+    found = (tmp_path / "file").stat()
+    monkeypatch.setattr(Path, "stat", lambda self, **options: found)
+
+
+@pytest.mark.usefixtures("seemed")
+def test_a_file_deleted_while_it_is_looked_at_is_an_image_error(tmp_path):
+    with pytest.raises(ImageError, match=r"part\.png does not exist"):
+        read_image(tmp_path / "part.png")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.usefixtures("seemed")
+def test_a_file_that_became_a_pipe_while_it_is_looked_at_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "part.png")
+    with pytest.raises(ImageError, match=r"part\.png cannot be read: it is a named pipe, not a file"):
+        read_image(tmp_path / "part.png")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be cut there")
+def test_a_bitmap_that_is_cut_while_it_is_read_ends_no_process(tmp_path, monkeypatch):
+    """Pillow maps plain files that it is given by name into memory: reading behind the new end is a bus error."""
+    path, to_rgb = tmp_path / "part.bmp", pictures._to_rgb
+    Image.new("L", (512, 512), 99).save(path)
+
+    def cut(image, name):
+        image.load()
+        os.truncate(path, 100)
+        return to_rgb(image, name)
+
+    monkeypatch.setattr(pictures, "_to_rgb", cut)
+    assert read_image(path).getcolors() == [(512 * 512, (99, 99, 99))]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")

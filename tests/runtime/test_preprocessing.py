@@ -180,9 +180,10 @@ def test_files_that_are_no_picture(tmp_path, content):
 
 
 def test_missing_files_and_folders(tmp_path):
-    for path in (tmp_path / "absent.png", tmp_path):
-        with pytest.raises(ImageError, match="no file"):
-            read_image(path)
+    (tmp_path / "link.png").symlink_to(tmp_path / "nowhere")
+    for path, said in (("absent.png", "not exist"), ("link.png", "is a link to .*nowhere, which"), ("", "a folder")):
+        with pytest.raises(ImageError, match=said):
+            read_image(tmp_path / path)
 
 
 def bomb(width, height):
