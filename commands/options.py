@@ -192,6 +192,10 @@ def plan_choices(command: Command) -> Command:
             help="Of the cards the plans are for [default: this machine's card; tensorrt-rtx: 8.6,8.9,12.0].",
         ),
         click.option(
+            "--engines", callback=listed(str, "onnxruntime,mnn"),
+            help="Those of the processor that must compute the same as onnxruntime [default: all that are installed].",
+        ),
+        click.option(
             "--max-batch", type=click.IntRange(1), default=8, show_default=True,
             help="Posterior samples that the plans' steps take at once, at most.",
         ),

@@ -1,8 +1,8 @@
 """From a checkpoint to a bundle: graphs, weights, manifest, parity gate; a folder that appears whole or not at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from mdps.export.mnn import SUFFIX, check_library, write_mnn
 from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
-from mdps.export.parity import check_parity
+from mdps.export.parity import ParityError, check_parity, engines_disagree
 from mdps.export.plans import add_plans
 from mdps.export.precision import LayerErrors, Precision, in_precision, layer_errors, prepare
 from mdps.export.score import Features, Score
@@ -31,10 +31,13 @@ from mdps.models.checkpoints import Denoiser, doubts, load_denoiser
 from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.choice import installed
-from mdps.runtime.errors import UsageError, require
-from mdps.runtime.loading import open_pipeline
-from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
+from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.loading import open_graphs, open_pipeline
+from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.reference import COMPARED, Compared, Reference, compared
+from mdps.runtime.reference import FILE_NAME as REFERENCE
+from mdps.runtime.sampler import step_scalars
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import OWN_FILES, PLAN_BACKENDS, Session, open_session
 from mdps.runtime.settings import Settings
@@ -78,6 +81,7 @@ def export_bundle(
         builder = Builder.of(options.backend, options.compute_capability, options.precision)
     elif options.backend == "mnn":
         check_library()
+    engines = _engines(options)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
         writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
@@ -88,8 +92,7 @@ def export_bundle(
             writer.count_autograd()
         manifest = writer.manifest(out.name, options.guidance_backend, backbone)
         say("comparing with the torch oracle")
-        checks = _parity(folder, manifest, denoiser, backbone)
-        manifest = replace(manifest, parity={"checks": checks} | manifest.parity)
+        manifest = _proof(folder, manifest, denoiser, backbone, engines).added(manifest, folder)
         if builder:
             manifest = add_plans(folder, manifest, builder, options.max_batch, say)
         manifest.write(folder)
@@ -145,20 +148,87 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
     return load_backbone(settings.score.backbone, options.backbone_weights, settings.score.stages)
 
 
-def _parity(folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None) -> dict[str, Any]:
-    precision = manifest.network["precision"]
+def _engines(options: ExportOptions) -> tuple[str, ...]:
+    """What the bundle is compared on, ONNX Runtime first; raises for an engine that is asked for and is not there."""
+    there = [name for name in installed() if name not in OWN_FILES or name == options.backend]
+    for name in options.engines or ():
+        require(name not in OWN_FILES or name == options.backend, f"--engines {name} needs --backend {name} too")
+        require(name in there, f'--engines {name}: it is not installed: pip install "mdps[{name}]", or leave it out')
+    others = (name for name in there if options.engines is None or name in options.engines)
+    return tuple(dict.fromkeys(["onnxruntime", *others]))
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Checks of the gate, numbers for engines that were not there, and which engines have computed them."""
+
+    checks: dict[str, Any]
+    reference: Reference
+    compared: list[Compared]
+
+    def added(self, manifest: Manifest, folder: Path) -> Manifest:
+        """The manifest with all of it; the reference is written to the folder."""
+        self.reference.write(folder)
+        files = manifest.files | {REFERENCE: FileEntry.of(folder / REFERENCE)}
+        records = {"checks": self.checks, COMPARED: [one.to_json() for one in self.compared]}
+        return replace(manifest, files=files, parity=records | manifest.parity)
+
+
+def _proof(
+    folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None, engines: Sequence[str]
+) -> _Proof:
+    precision, size = manifest.network["precision"], manifest.preprocessing.network_size
     with ExitStack() as opened:
         if precision == "bf16":  # ONNX Runtime's CPU provider has no kernels for it
             emulated = Path(opened.enter_context(TemporaryDirectory()))
             emulated_bundle(folder, manifest, emulated)
-            folder = emulated
+            folder, engines = emulated, ()
         pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
-        variants = [
-            (backend, _opened(folder / graph.file, "onnxruntime", opened), _opened(folder / file, backend, opened))
-            for graph in manifest.graphs.values()
-            for backend, file in graph.variants.items()
-        ]
-        return check_parity(pipeline, denoiser, backbone, manifest.preprocessing.network_size, variants, precision)
+        ours = open_graphs(folder, manifest, opened)
+        graphs = {name: open_graphs(folder, manifest, opened, backend=name) for name in engines[1:]}
+        variants = _variants(folder, manifest, ours, graphs, opened)
+        checks = check_parity(pipeline, denoiser, backbone, size, variants, precision)
+        reference = Reference.measured(ours, size, manifest.settings.mask, _first_steps(manifest))
+        graphs = {engines[0]: ours, **graphs} if engines else {}
+        try:
+            agreed = [one for name, sessions in graphs.items() for one in compared(manifest, reference, sessions, name)]
+        except BackendError as error:
+            raise ParityError(engines_disagree(str(error))) from error
+    return _Proof(checks, reference, agreed)
+
+
+def _variants(
+    folder: Path,
+    manifest: Manifest,
+    ours: Mapping[str, Session],
+    graphs: Mapping[str, Mapping[str, Session]],
+    opened: ExitStack,
+) -> list[tuple[str, Session, Session]]:
+    """The step graphs beside those of other engines; what is written for one that is not there, on ONNX Runtime."""
+    pairs = []
+    for role, graph in manifest.graphs.items():
+        for form, file in graph.variants.items():
+            if form in graphs:
+                pairs.append((form, ours[role], graphs[form][role]))
+            elif form not in OWN_FILES:
+                session = open_session(folder / file)
+                opened.callback(session.close)
+                pairs.append(("variants", ours[role], session))
+    return pairs
+
+
+def _first_steps(manifest: Manifest) -> dict[str, dict[str, float]]:
+    """The scalars of each step graph in the first step of the first pass that it makes, or else of the first pass."""
+    sampler, scalars = manifest.settings.sampler, {}
+    for role in manifest.graphs:
+        if role.endswith("_step"):
+            guided = role == "guided_step"
+            its_own = (one for one in sampler.passes if bool(one.guidance_scale) == guided)
+            one = next(its_own, sampler.first_pass)
+            _, (step, *_) = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
+            scale = {"guidance_scale": one.guidance_scale} if guided else {}
+            scalars[role] = {name: float(value) for name, value in step_scalars(step).items()} | scale
+    return scalars
 
 
 def _node_table(autograd: dict[str, int], nodes: dict[str, dict[str, int]]) -> str:
@@ -168,13 +238,6 @@ def _node_table(autograd: dict[str, int], nodes: dict[str, dict[str, int]]) -> s
         f"{name}: {sum(kinds.values())} nodes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         for name, kinds in rows.items()
     )
-
-
-def _opened(path: Path, backend: str, stack: ExitStack) -> Session:
-    """The graph on the engine it was written for, or on ONNX Runtime where that engine is not installed."""
-    session = open_session(path, backend=backend if backend in installed() else "onnxruntime")
-    stack.callback(session.close)
-    return session
 
 
 class _Writer:

@@ -11,7 +11,7 @@ from mdps.models.checkpoints import LoadOptions
 from mdps.runtime.errors import require
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
-from mdps.runtime.session import PLAN_BACKENDS
+from mdps.runtime.session import ARITHMETIC, BACKENDS, PLAN_BACKENDS
 from mdps.runtime.settings import (
     PassSettings,
     SamplerSettings,
@@ -40,7 +40,8 @@ class ExportOptions:
 
     `precision` is that of the denoiser's graphs. `backend` names the library whose own files the bundle holds too:
     "mnn" the step graphs for a CPU, the others plans for cards of each `compute_capability` and steps of at most
-    `max_batch` samples. With `count_nodes` the manifest also
+    `max_batch` samples. `engines` are those of the processor that have to agree with ONNX Runtime, None all that are
+    here; one that was left out is compared when it first loads the bundle. With `count_nodes` the manifest also
     says what torch's autograd performs for a guided step, beside the nodes of the graphs.
     """
 
@@ -51,6 +52,7 @@ class ExportOptions:
     backend: Literal["tensorrt", "tensorrt-rtx", "mnn"] | None = None
     compute_capability: tuple[str, ...] | None = None
     max_batch: int = 8
+    engines: tuple[str, ...] | None = None
     count_nodes: bool = False
     gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
     guidance_norm: Literal["l2", "squared"] | None = None
@@ -87,6 +89,9 @@ class ExportOptions:
             self.compute_capability is None or self.backend in PLAN_BACKENDS,
             "--compute-capability is of engine plans, and none are asked for: add --backend tensorrt-rtx",
         )
+        exact = [name for name in BACKENDS if name not in ARITHMETIC]
+        for name in self.engines or ():
+            require(name in exact, f"--engines has {name!r}: choose of {', '.join(exact)}")
         require(
             self.backend != "mnn" or (self.precision == "fp32" and self.guidance_backend == "onnx"),
             "--backend mnn computes ONNX graphs in fp32: leave out --precision and --guidance-backend",

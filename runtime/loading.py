@@ -1,12 +1,13 @@
 """Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
+from mdps.runtime import reference
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BackendError, CalibrationError, require
@@ -134,6 +135,8 @@ def open_detector(
             path, manifest, settings, opened, ordinal=placement.ordinal if placement else 0, backend=chosen,
             provider=provider, threads=threads, max_batch=max_batch, torch_compile=torch_compile,
         )  # fmt: skip
+        if isinstance(pipeline, Pipeline) and provider not in ON_CARDS:
+            _check_reference(path, manifest, settings, pipeline.sessions(), chosen)
         detector = make(pipeline, chosen)
         if warm_up:
             detector.warm_up()
@@ -141,6 +144,13 @@ def open_detector(
             placement.loaded()
         opened.pop_all()  # only a failure above closes what was opened
     return detector
+
+
+def _check_reference(
+    path: Path, manifest: Manifest, settings: Settings, sessions: Mapping[str, Session | None], backend: str
+) -> None:
+    arithmetic, samples = ARITHMETIC.get(backend, ""), settings.sampler.samples
+    reference.check(path, manifest, sessions, samples=samples, engine=backend, arithmetic=arithmetic)
 
 
 def placed(
@@ -181,6 +191,14 @@ def open_pipeline(
     return _Opener(path, manifest, settings, opened, **engine).pipeline()
 
 
+def open_graphs(
+    path: Path, manifest: Manifest, opened: ExitStack, **engine: Unpack[EngineOptions]
+) -> dict[str, Session]:
+    """A session of every graph of a bundle by role, closed with `opened`; raises as `load`."""
+    opener = _Opener(path, manifest, manifest.settings, opened, **engine)
+    return {role: opener._open(role) for role in manifest.graphs}
+
+
 def choose_backend(
     path: Path,
     manifest: Manifest,
@@ -210,7 +228,10 @@ def choose_backend(
         opener = _Opener(
             path, manifest, settings, opened, backend=name, provider=provider, threads=threads, max_batch=max_batch
         )
-        return stepper(opener.steps(passes), manifest, settings, passes)
+        steps = opener.steps(passes)
+        opened_steps = {"guided_step": steps.guided, "plain_step": steps.plain}
+        _check_reference(path, manifest, settings, opened_steps, name)
+        return stepper(steps, manifest, settings, passes)
 
     situation = CpuSituation.here(manifest, threads or available_cpus(), settings.sampler.samples)
     return choose(situation, open_probe if passes else None, partial(runs_on, manifest))

@@ -124,14 +124,15 @@ class Pipeline:
     @property
     def engines(self) -> dict[str, str]:
         """As `Inspector.engines`."""
-        return {role: session.provider for role, session in self._sessions().items()}
+        return {role: session.provider for role, session in self.sessions().items()}
 
     def close(self) -> None:
         """Close all sessions."""
-        for session in self._sessions().values():
+        for session in self.sessions().values():
             session.close()
 
-    def _sessions(self) -> dict[str, Session]:
+    def sessions(self) -> dict[str, Session]:
+        """Those that are open, by role."""
         roles = {
             "guided_step": self.steps.guided,
             "plain_step": self.steps.plain,

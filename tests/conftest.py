@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW)
 settings.register_profile("long", deadline=None, max_examples=1000, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
+
+# What a load remembers of its machine stays out of the user's cache.
+os.environ.setdefault("MDPS_CACHE", tempfile.mkdtemp(prefix="mdps-cache-"))
 
 ROOT = Path(__file__).resolve().parent.parent
 

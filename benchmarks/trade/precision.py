@@ -29,6 +29,7 @@ from mdps.benchmarks.reproduce.runner import settled
 from mdps.benchmarks.reproduce.variants import Changes, Variant
 from mdps.benchmarks.trade.exits import write_calibrated
 from mdps.export.graph import INLINE_BYTES
+from mdps.runtime import reference
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
@@ -99,6 +100,7 @@ def reduce_bundle(bundle: Path, out: Path, change: Callable[[Path, Manifest], No
     with new_folder(out) as folder:
         for name in manifest.files:
             shutil.copy(bundle / name, folder / name)
+        (folder / reference.FILE_NAME).unlink(missing_ok=True)  # it computes otherwise on purpose
         change(folder, manifest)
         files = hash_files(folder)
         graphs = {

@@ -40,7 +40,7 @@ def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -
     assert manifest.network["assumed"]["norm_groups"] == 32
     assert "image_size" not in manifest.network["assumed"]  # given
     checks = manifest.parity["checks"]
-    assert set(checks) == set(parity_module.TOLERANCES) - {"mnn"}
+    assert set(checks) - {"openvino"} == set(parity_module.TOLERANCES) - {"mnn", "variants"}
     assert all(check["error"] <= check["tolerance"] for check in checks.values())
     assert manifest.parity["nodes"]["guided_step"]["Conv"] > manifest.parity["nodes"]["plain_step"]["Conv"]
 
