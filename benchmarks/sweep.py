@@ -183,7 +183,7 @@ class Bench:
         bundle = bundles.get(ckpt, name, PLAIN_TERMS)
         manifest = Manifest.read(bundle)
         if manifest.settings.score.pixel != "l1" or manifest.settings.mask.range != "per-image":
-            raise UsageError("a sweep tries the paper's terms and masks: leave out --preset and --mask-range")
+            raise UsageError("a sweep tries the paper's terms and masks: leave out the preset and the mask range")
         data = load_test_set(dataset, options.category, manifest.preprocessing, options.every, options.largest)
         store = TermStore(out / "terms", bundle, data, options.threads)
         return cls(data, store, options, manifest.settings, _provenance(manifest, data, options))

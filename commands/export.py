@@ -5,9 +5,11 @@ from typing import Any
 
 import click
 
-from mdps.commands.options import FALSE_ALARM_RATE, TRACEBACK, export_choices, plan_choices
+from mdps.commands.fields import fields
+from mdps.commands.options import FALSE_ALARM_RATE, TRACEBACK
 from mdps.commands.single_file import ONE_FILE, write_single_file
 from mdps.commands.terminal import needs, say, spoken_warnings
+from mdps.export.options import ExportOptions
 
 
 @click.command(
@@ -27,9 +29,7 @@ Examples:
 @click.option("--calibrate", "good", type=click.Path(path_type=Path), help="Images of good parts to calibrate on.")
 @FALSE_ALARM_RATE
 @click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
-@click.option("--count-nodes", is_flag=True, help="Count the graphs' nodes, and what torch performs for a guided step.")
-@export_choices
-@plan_choices
+@fields(ExportOptions)
 @TRACEBACK
 def export(
     ckpt: Path,
@@ -49,7 +49,7 @@ def export(
         raise click.UsageError("--mode reference takes its numbers from a --preset, and --mode paper has no preset")
     _check_before_export(good, one_file, choices["guidance_backend"], choices["precision"])
     with needs("export", "cpu"):
-        from mdps.export import ExportOptions, export_bundle
+        from mdps.export import export_bundle
     bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
     engine = f" --backend {choices['backend']}" if choices["backend"] else ""
     if good is None:

@@ -46,13 +46,25 @@ Exit code: 0 all that ran agrees with the oracle, 3 something disagrees, crashed
 )  # fmt: skip
 @click.option("--device", help="Card: its index as nvidia-smi shows it, or its UUID [default: the first].")
 @click.option("--cpu", is_flag=True, help="Check the backends of the processor; every other is named with the reason.")
-@click.option("--networks", callback=_among("demo", "authors"), default="demo,authors", show_default=True)
-@click.option("--precisions", callback=_among("fp32", "fp16"), default="fp32,fp16", show_default=True)
+@click.option(
+    "--networks",
+    callback=_among("demo", "authors"),
+    default="demo,authors",
+    show_default=True,
+    help="Of the demo's network and one of the authors' size.",
+)
+@click.option(
+    "--precisions",
+    callback=_among("fp32", "fp16"),
+    default="fp32,fp16",
+    show_default=True,
+    help="Of the denoiser.",
+)
 @click.option("--samples", type=click.IntRange(2), default=16, show_default=True, help="N_s to measure besides 1.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Of each pass.")
 @click.option("--rounds", type=click.IntRange(1), default=200, show_default=True, help="Runs of each, at most.")
 @click.option("--matrix-side", type=click.IntRange(16), default=8192, show_default=True, help="Of the rates' products.")
-@click.option("--authors-size", type=click.IntRange(32), default=256, hidden=True)
+@click.option("--authors-size", type=click.IntRange(32), default=256, hidden=True, help="Of their images.")
 @THREADS
 @AS_JSON
 @TRACEBACK

@@ -38,7 +38,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
 @click.option("--teacher", type=click.Path(path_type=Path), help="Weights of EfficientAD's teacher.")
 @click.option("--imagenette", type=click.Path(path_type=Path), help="Folder of ImageNette, for EfficientAD.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is drawn.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @EVERY
 @RESOLUTION

@@ -5,13 +5,17 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.commands.fields import fields
 from mdps.commands.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
 from mdps.commands.terminal import needs, spoken_warnings
+from mdps.runtime.option import build
+from mdps.serving.http.options import ServerOptions
 
 if TYPE_CHECKING:
     from mdps.serving.http.server import Served
@@ -31,35 +35,12 @@ Examples:
 Exit code: 0 after SIGTERM, SIGHUP or Ctrl-C, when all accepted requests were answered."""
 )
 @click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     help="File with the bearer token clients must send [default: the variable MDPS_TOKEN, if set].",
 )
-@click.option("--open-health", is_flag=True, help="Answer /v2/health/* without the token.")
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain (PEM); needs --tls-key.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="Its private key (PEM).")
-@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once, at most.")
-@click.option(
-    "--batch-wait-ms",
-    type=click.FloatRange(0, 100),
-    default=2.0,
-    show_default=True,
-    help="How long a batch waits for requests that are being read.",
-)
-@click.option("--queue", type=click.IntRange(1), default=32, show_default=True, help="Requests accepted, a model.")
-@click.option(
-    "--deadline-ms",
-    type=click.FloatRange(1),
-    default=10_000,
-    show_default=True,
-    help="Longest time from a request to its answer; a client may ask for less.",
-)
-@click.option("--max-body-mib", type=click.FloatRange(0, min_open=True), default=16, show_default=True)
-@click.option("--max-megapixels", type=click.FloatRange(0, min_open=True), default=50, show_default=True)
-@click.option("--max-connections", type=click.IntRange(1), default=128, show_default=True)
+@fields(ServerOptions)
 @click.option("--no-watch", is_flag=True, help="Do not load a bundle again when it changes: only say so.")
 @THREADS
 @BACKEND
@@ -80,30 +61,10 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
     _keep_stderr()
     with needs("serve", "cpu"):
         from mdps.commands.messages import mention_plans
-        from mdps.serving.http.options import Limits, Loading, ServerOptions
         from mdps.serving.http.server import run
-    loading = Loading(
-        calibrated=not options["scores_only"],
-        **{
-            name: options[name]
-            for name in ("product", "backend", "provider", "device", "threads", "samples", "early_exit")
-        },
-    )
-    limits = Limits(
-        body_bytes=int(options["max_body_mib"] * 2**20),
-        pixels=int(options["max_megapixels"] * 1e6),
-        connections=options["max_connections"],
-        queue=options["queue"],
-        deadline=options["deadline_ms"] / 1000,
-    )
-    settings = ServerOptions(
-        token=_token(options["token_file"]),
-        batch_wait=options["batch_wait_ms"] / 1000,
-        watch_seconds=None if options["no_watch"] else 1.0,
-        loading=loading,
-        limits=limits,
-        **{name: options[name] for name in ("host", "port", "open_health", "tls_cert", "tls_key", "batch")},
-    )
+    told = {"token": _token(options.pop("token_file")), "calibrated": not options.pop("scores_only")}
+    watch_seconds = None if options.pop("no_watch") else ServerOptions.watch_seconds
+    settings = replace(build(ServerOptions, options | told), watch_seconds=watch_seconds)
     if not settings.is_local and settings.token is None:
         _warn(f"whoever reaches {settings.host} can use this server: give a token with --token-file")
     served = _named(bundles)

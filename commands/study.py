@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mdps.commands.fields import Command, settings
 from mdps.commands.options import (
     AS_JSON,
     BACKEND,
@@ -18,11 +19,11 @@ from mdps.commands.options import (
     RESOLUTION,
     THREADS,
     TRACEBACK,
-    export_choices,
     largest_side,
 )
 from mdps.commands.options import listed as listed  # by this name for `mdps trade` too
 from mdps.commands.terminal import needs, say, spoken_warnings
+from mdps.export.options import ExportOptions
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 # What a study decides itself, of the options of an export.
@@ -31,6 +32,14 @@ SWEPT = (
     "preset", "method", "gradient", "guidance_scale", "masked_guidance_scale", "mask_pass", "mask_lambda", "mask_range",
     "eta", "pixel", "smoothing_sigma", "top",
 )  # fmt: skip
+
+
+FOR_ENGINES = ("backend", "compute_capability", "max_batch", "count_nodes")
+
+
+def detector_settings(*decided: str) -> Callable[[Command], Command]:
+    """`--set` for what `mdps export` can be told of the detector, but for what the study decides itself."""
+    return settings(ExportOptions, without=(*decided, *FOR_ENGINES), of="an option of `mdps export`")
 
 
 def _count(text: str) -> int:
@@ -45,28 +54,16 @@ def _size(text: str) -> float:
     return float(text)
 
 
-def with_export_options(*without: str) -> Callable[[click.Command], click.Command]:
-    """Adds the options of `mdps export`, but for those that the study decides."""
-
-    def add(command: click.Command) -> click.Command:
-        every = click.command("export")(export_choices(lambda **_: None)).params
-        command.params += [option for option in every if option.name not in without]
-        return command
-
-    return add
-
-
-@with_export_options(*DECIDED)
 @click.command(
     epilog="""\b
 Examples:
   mdps reproduce 1 mvtec --ckpt runs/ --out table1
-  mdps reproduce 1 mvtec --ckpt runs/ --preset mvtec --peers draem,patchcore
+  mdps reproduce 1 mvtec --ckpt runs/ --set preset=mvtec --peers draem,patchcore
   mdps reproduce 5 mvtec/bottle --ckpt bottle.safetensors --samples 1,2,4
   mdps reproduce ablation mvtec/bottle --ckpt bottle.safetensors
 \b
 --ckpt is one checkpoint, or a folder with <category>.safetensors or <category>/denoiser.safetensors for each category.
---preset mvtec (or btad) takes the authors' numbers of each category. Run it again after a stop: it goes on."""
+--set preset=mvtec (or btad) takes the authors' numbers of each category. Run it again after a stop: it goes on."""
 )
 @click.argument("table", type=click.Choice(TABLES))
 @DATASET
@@ -96,6 +93,7 @@ Examples:
 @click.option("--peer-minutes", type=click.FloatRange(0, min_open=True), help="End each iterative fit within so many.")
 @click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
 @click.option("--device", default="cpu", show_default=True, help="Where the peers are fitted: auto, cpu, cuda, cuda:N.")
+@detector_settings(*DECIDED)
 @RESOLUTION
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
 @THREADS
@@ -109,17 +107,17 @@ def reproduce(
     """Measure a table of the paper on the categories at hand, each row beside the paper's number.
 
     TABLE is 1 (MVTec AD), 2 (BTAD), 3 (time), 4 (metrics), 5 (N_s), ablation (guidance, mask, metrics, N_s, with paired
-    differences) or rho. What cannot be run here shows the published number, marked so. The options of `mdps export`
-    change the detector. Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
+    differences) or rho. What cannot be run here shows the published number, marked so. `--set` changes the detector.
+    Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
     """
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.reproduce.run import ReproduceOptions
         from mdps.benchmarks.reproduce.run import reproduce as measure
-    own = {name: options.pop(name) for name in ReproduceOptions.__dataclass_fields__ if name in options}
+    own = {name: options[name] for name in ReproduceOptions.__dataclass_fields__ if name in options}
     asked = ReproduceOptions(
         table=table,
         largest=largest_side(resolution),
-        choices=options,
+        choices=options["settings"],
         command=_command(),
         **{name: value for name, value in own.items() if value is not None},
     )
@@ -130,7 +128,6 @@ def reproduce(
     click.echo(json.dumps(found.to_json()) if as_json else found.markdown().rstrip())
 
 
-@with_export_options(*SWEPT)
 @click.command(
     epilog="""\b
 Examples:
@@ -164,6 +161,7 @@ Examples:
     help="How many of the best weightings get a masked pass for each lambda.",
 )
 @click.option("--category", help="Which category, where the data set has several.")
+@detector_settings(*SWEPT)
 @EVERY
 @RESOLUTION
 @THREADS
@@ -195,10 +193,10 @@ def sweep(
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.sweep import SweepOptions, run_sweep
         from mdps.benchmarks.sweep_report import markdown, to_json
-    own = {name: options.pop(name) for name in SweepOptions.__dataclass_fields__ if name in options}
+    own = {name: options[name] for name in SweepOptions.__dataclass_fields__ if name in options}
     asked = SweepOptions(
         largest=largest_side(resolution),
-        choices=options,
+        choices=options["settings"],
         command=_command(),
         **{name: value for name, value in own.items() if value is not None},
     )

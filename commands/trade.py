@@ -9,13 +9,12 @@ from typing import Any
 import click
 
 from mdps.commands.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK
-from mdps.commands.study import listed, with_export_options
+from mdps.commands.study import detector_settings, listed
 from mdps.commands.terminal import needs, spoken_warnings
 
 COMPARED = ("gradient", "steps", "mask_pass", "method")
 
 
-@with_export_options(*COMPARED)
 @click.command(
     epilog="""\b
 Examples:
@@ -45,6 +44,7 @@ Run it again after a stop: it goes on. Leave the machine alone while it times.""
     "--early-exit", "exits", callback=listed(float, "0.5,0.9"), help="Shares of good parts, or none [default: 0.5,0.9]."
 )
 @click.option("--rounds", type=click.IntRange(1), default=11, show_default=True, help="Times each way is timed.")
+@detector_settings(*COMPARED)
 @EVERY
 @RESOLUTION
 @THREADS
@@ -68,10 +68,10 @@ def trade(
     found = chosen_categories(dataset, (category,) if category else ())
     if len(found) > 1:
         raise click.UsageError(f"{dataset} has {len(found)} categories: choose one with --category {found[0].name}")
-    own = {name: options.pop(name) for name in TradeOptions.__dataclass_fields__ if name in options}
+    own = {name: options[name] for name in TradeOptions.__dataclass_fields__ if name in options}
     asked = TradeOptions(
         largest=None if resolution == "full" else int(resolution),
-        choices=options,
+        choices=options["settings"],
         command=shlex.join(["mdps", *sys.argv[1:]]),
         **{name: value for name, value in own.items() if value is not None},
     )

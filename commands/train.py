@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
-from mdps.commands.options import TRACEBACK, training_choices
+from mdps.commands.fields import fields
+from mdps.commands.options import TRACEBACK
 from mdps.commands.terminal import needs, say, spoken_warnings
+from mdps.training.config import TrainingConfig, paper_recipe, small_recipe
 
 
 @click.command(
@@ -35,7 +37,7 @@ Exit code: 130 where Ctrl-C or SIGTERM ended the run, after a checkpoint for --r
     "[default: none, but 224 for the paper's recipe on MVTec AD].",
 )  # fmt: skip
 @click.option("--base", type=click.IntRange(1), help="Channels of the first level [default: 64, small: 32].")
-@training_choices
+@fields(TrainingConfig, recipes={"paper": paper_recipe(), "small": small_recipe()})
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share each batch, here.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its own settings.")

@@ -1,16 +1,17 @@
 """A user's choices for an export, and the settings that follow from them."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from mdps.export.methods import method
+from mdps.export.methods import METHODS, method
 from mdps.export.presets import preset
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints.statements import LoadOptions
 from mdps.runtime.errors import require
+from mdps.runtime.option import Option, build
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.session import ARITHMETIC, BACKENDS, PLAN_BACKENDS
 from mdps.runtime.settings import (
     PassSettings,
@@ -22,6 +23,17 @@ from mdps.runtime.settings import (
 )
 
 T = TypeVar("T")
+
+
+def compute_capabilities(text: str) -> tuple[str, ...]:
+    """Read a list such as 8.6,12.0; ValueError, with a sentence for the user, for what is none."""
+    parts = tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        if re.fullmatch(r"\d{2,3}", part):
+            raise ValueError(f"{part!r} lacks its dot: one is written as {part[:-1]}.{part[-1]}")
+    if not all(re.fullmatch(r"\d+\.\d", part) for part in parts):
+        raise ValueError(f"{text!r} is no list of compute capabilities such as 8.6,12.0")
+    return parts
 
 
 @dataclass(frozen=True)
@@ -45,39 +57,87 @@ class ExportOptions:
     says what torch's autograd performs for a guided step, beside the nodes of the graphs.
     """
 
-    preset: str | None = None
-    method: str | None = None
-    guidance_backend: Literal["onnx", "traced"] = "onnx"
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    backend: Literal["tensorrt", "tensorrt-rtx", "mnn"] | None = None
-    compute_capability: tuple[str, ...] | None = None
-    max_batch: int = 8
-    engines: tuple[str, ...] | None = None
-    count_nodes: bool = False
-    gradient: Literal["exact", "jacobian-free", "ddad"] | None = None
-    guidance_norm: Literal["l2", "squared"] | None = None
-    guidance_scale: float | None = None
-    masked_guidance_scale: float | None = None
-    noise_level: int | None = None
-    steps: int | None = None
-    noise: Literal["gaussian", "simplex"] | None = None
-    mask_pass: bool | None = None
-    samples: int = 1
-    seed: int = 0
-    backbone: str | None = None
-    backbone_weights: Path | None = None
-    stages: tuple[int, ...] | None = None
-    eta: float | None = None
-    pixel: Literal["l1", "squared", "scaled"] | None = None
-    feature_size: int | None = None
-    smoothing_sigma: float | None = None
-    top: int | None = None
-    mask_lambda: float | None = None
-    mask_range: Literal["per-image", "frozen"] | None = None
-    crop: Literal["none", "input", "metrics"] | None = None
-    crop_size: int | None = None
-    roi: tuple[int, int, int, int] | None = None
+    method: Annotated[
+        str | None,
+        Option(
+            "The detector, with its publication's settings (docs/methods.md) [default: mdps].", words=tuple(METHODS)
+        ),
+    ] = None
+    preset: Annotated[str | None, Option("The authors' settings of a category, such as mvtec/bottle.")] = None
+    guidance_backend: Annotated[
+        Literal["onnx", "traced"], Option("What holds the guided step: an ONNX graph, or a torch program.")
+    ] = "onnx"
+    precision: Annotated[
+        Literal["fp32", "fp16", "bf16"],
+        Option("What the denoiser computes in; less than fp32 is for GPUs (docs/gpu.md)."),
+    ] = "fp32"
+    gradient: Annotated[
+        Literal["exact", "jacobian-free", "ddad"] | None,
+        Option("What guides: the exact gradient, or one without a backward pass at half the cost [default: exact]."),
+    ] = None
+    guidance_norm: Annotated[Literal["l2", "squared"] | None, Option("Of the residual whose gradient guides.")] = None
+    guidance_scale: Annotated[float | None, Option("Strength of the guidance (rho, w); 0 for none.", low=0)] = None
+    masked_guidance_scale: Annotated[float | None, Option("That of the masked pass [default: the same].", low=0)] = None
+    noise_level: Annotated[int | None, Option("Step T that images are noised to.", low=1)] = None
+    steps: Annotated[int | None, Option("Denoising steps N of a pass.", low=1)] = None
+    noise: Annotated[
+        Literal["gaussian", "simplex"] | None,
+        Option("What images are noised with [default: what the checkpoint was trained on]."),
+    ] = None
+    mask_pass: Annotated[
+        bool | None,
+        Option("A second pass under the first one's mask, or not.", flag="--mask-pass/--no-mask-pass"),
+    ] = None
+    mask_lambda: Annotated[float | None, Option("Where the mask's threshold lies from min to max.", low=0, high=1)] = (
+        None
+    )
+    mask_range: Annotated[Literal["per-image", "frozen"] | None, Option("Min and max of the image or good parts.")] = (
+        None
+    )
+    samples: Annotated[int, Option("Posterior samples an image.", low=1)] = 1
+    seed: Annotated[int, Option("Of the noise bank.", low=0)] = 0
+    backbone: Annotated[str | None, Option("Feature network: efficientnet_lite0, or any of timm's.")] = None
+    backbone_weights: Annotated[Path | None, Option("Its weights [default: installed or cached].")] = None
+    stages: Annotated[
+        tuple[int, ...] | None,
+        Option("Its stages to compare, such as 1,2,3; 'none' compares pixels only.", example="1,2,3"),
+    ] = None
+    eta: Annotated[float | None, Option("Weight of the pixel term.", low=0)] = None
+    pixel: Annotated[
+        Literal["l1", "squared", "scaled"] | None,
+        Option("The pixel term: absolute, squared, or scaled to the feature distance."),
+    ] = None
+    feature_size: Annotated[int | None, Option("Side that the feature network sees smaller images at.", low=1)] = None
+    smoothing_sigma: Annotated[float | None, Option("Blur of the map in pixels; 0 for none.", low=0)] = None
+    top: Annotated[int | None, Option("How many of the map's pixels the image score counts.", low=1)] = None
+    crop: Annotated[Literal["none", "input", "metrics"] | None, Option("Cut the centre of the resized image.")] = None
+    crop_size: Annotated[int | None, Option("Side of the cut.", low=1)] = None
+    roi: Annotated[
+        tuple[int, int, int, int] | None,
+        Option("Region of interest in the photograph: LEFT TOP WIDTH HEIGHT.", example="LEFT,TOP,WIDTH,HEIGHT"),
+    ] = None
     load: LoadOptions = field(default_factory=LoadOptions)
+    count_nodes: Annotated[bool, Option("Count the graphs' nodes, and what torch performs for a guided step.")] = False
+    backend: Annotated[
+        Literal["tensorrt", "tensorrt-rtx", "mnn"] | None,
+        Option("Write this library's own files too: engine plans for a card (docs/gpu.md), or graphs for the CPU."),
+    ] = None
+    compute_capability: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "Of the cards the plans are for [default: this machine's card; tensorrt-rtx: 8.6,8.9,12.0].",
+            example="8.6,12.0",
+            parse=compute_capabilities,
+        ),
+    ] = None
+    engines: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "Those of the processor that must compute the same as onnxruntime [default: all that are installed].",
+            example="onnxruntime,mnn",
+        ),
+    ] = None
+    max_batch: Annotated[int, Option("Posterior samples that the plans' steps take at once, at most.", low=1)] = 8
 
     def __post_init__(self) -> None:
         require(
@@ -100,11 +160,7 @@ class ExportOptions:
     @classmethod
     def of(cls, choices: Mapping[str, Any]) -> Self:
         """From the options of `mdps export` by name, those of `LoadOptions` among them; None keeps a default."""
-        given = {name: value for name, value in choices.items() if value is not None}
-        schedule = given.pop("schedule", None)
-        said: dict[str, Any] = {one.name: given.pop(one.name) for one in fields(LoadOptions) if one.name in given}
-        load = LoadOptions(**said, schedule=getattr(NoiseSchedule, schedule)() if schedule else None)
-        return cls(**given, load=load)
+        return build(cls, choices)
 
     def preprocessing(self, trained: Preprocessing) -> Preprocessing:
         """The way from a picture to the network: as in training, unless told otherwise."""

@@ -1,4 +1,7 @@
-"""Fits a denoiser to images of good parts."""
+"""Fits a denoiser to images of good parts. What needs torch is imported when it is asked for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from mdps.training.begun import begun
 from mdps.training.config import (
@@ -10,13 +13,15 @@ from mdps.training.config import (
     small_network,
     small_recipe,
 )
-from mdps.training.engine import choose_device, first_process
-from mdps.training.fit import fit
 from mdps.training.framing import framing
-from mdps.training.launch import fit_in_processes
 from mdps.training.outcome import Outcome, outcome
 from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
 from mdps.training.stop import StoppedError
+
+if TYPE_CHECKING:
+    from mdps.training.engine import choose_device, first_process
+    from mdps.training.launch import fit_in_processes
+    from mdps.training.loop import fit
 
 __all__ = [
     "NETWORKS",
@@ -41,3 +46,10 @@ __all__ = [
     "small_network",
     "small_recipe",
 ]
+_WITH_TORCH = {"choose_device": "engine", "first_process": "engine", "fit": "loop", "fit_in_processes": "launch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

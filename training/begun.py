@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from mdps.models.unet import UNetConfig
+from mdps.models.unet_config import UNetConfig
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.training.config import NETWORKS, TrainingConfig

@@ -3,15 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mdps.models.unet import UNetConfig
-from mdps.runtime.errors import UsageError
-
-POSITIVE = ("epochs", "batch", "learning_rate", "snr_limit", "log_every", "checkpoint_every", "checkpoint_minutes")
-POSITIVE_IF_GIVEN = ("steps", "clip", "minutes")
-NOT_NEGATIVE = ("weight_decay", "warmup", "shift", "seed", "samples", "sample_every")
-BETWEEN = (("ema", 0, 1), ("low_share", 0, 1), ("low_limit", 1, 1000))
+from mdps.models.unet_config import UNetConfig
+from mdps.runtime.errors import UsageError, require
+from mdps.runtime.option import Option, check_ranges
 
 
 def paper_network(image_size: int = 256, base: int = 64) -> UNetConfig:
@@ -47,47 +43,45 @@ class TrainingConfig:
     """
 
     network: UNetConfig = field(default_factory=paper_network)
-    steps: int | None = None
-    epochs: int = 2000
-    batch: int = 8  # of all processes together
-    optimizer: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = 1e-4
-    weight_decay: float = 5e-2  # added to the gradient by adam, taken from the weights by adamw
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = 0
-    clip: float | None = None  # largest norm of the gradient
-    ema: float = 0.0  # of the weights that are kept; 0 keeps the last ones
-    weighting: Literal["uniform", "min-snr"] = "uniform"
-    snr_limit: float = 5.0  # of min-snr
-    noise: Literal["gaussian", "simplex"] = "gaussian"
-    low_share: float = 0.0
-    low_limit: int = 260
-    flip_horizontal: bool = False
-    flip_vertical: bool = False
-    rotate: bool = False  # by quarter turns
-    shift: int = 0  # images are moved by up to so many pixels, their edges mirrored
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    compile: bool = False
-    seed: int = 0
-    minutes: float | None = None
-    log_every: int = 100
-    checkpoint_every: int = 1000
-    checkpoint_minutes: float = 5.0  # whichever of the two comes first
+    epochs: Annotated[int, Option("Passes over the images.", low=1)] = 2000
+    steps: Annotated[int | None, Option("Training steps, instead of epochs.", low=1)] = None
+    minutes: Annotated[float | None, Option("End within so many minutes.", low=0, above=True)] = None
+    batch: Annotated[int, Option("Images a step, of all processes together.", low=1)] = 8
+    optimizer: Annotated[Literal["adam", "adamw"], Option("What changes the weights.")] = "adam"
+    learning_rate: Annotated[float, Option("The largest of the run.", low=0, above=True)] = 1e-4
+    weight_decay: Annotated[float, Option("Added to the gradient by adam, taken from the weights by adamw.", low=0)] = (
+        5e-2
+    )
+    decay: Annotated[Literal["constant", "linear", "cosine"], Option("Of the learning rate.")] = "constant"
+    warmup: Annotated[int, Option("Steps the rate rises over.", low=0)] = 0
+    clip: Annotated[float | None, Option("Largest norm of the gradient.", low=0, above=True)] = None
+    ema: Annotated[float, Option("Decay of the weights' average that is kept; 0 keeps the last.", low=0, high=1)] = 0.0
+    weighting: Annotated[Literal["uniform", "min-snr"], Option("Of the loss.")] = "uniform"
+    low_share: Annotated[float, Option("Share of timesteps drawn below 260, where sampling works.", low=0, high=1)] = (
+        0.0
+    )
+    noise: Annotated[Literal["gaussian", "simplex"], Option("Mixed into images; simplex is AnoDDPM's.")] = "gaussian"
+    flip_horizontal: Annotated[bool, Option("Parts may be mirrored left to right.")] = False
+    flip_vertical: Annotated[bool, Option("Parts may be mirrored top to bottom.")] = False
+    rotate: Annotated[bool, Option("Parts may be turned by quarters.")] = False
+    shift: Annotated[int, Option("Parts may be moved by so many pixels, edges mirrored.", low=0)] = 0
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Option("What the network computes in.")] = "fp32"
+    compile: Annotated[bool, Option("Compile the network with torch first.")] = False
+    seed: Annotated[int, Option("Of all that is drawn.", low=0)] = 0
+    log_every: Annotated[int, Option("Steps between lines of the log.", low=1)] = 100
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", low=1)] = 1000
+    checkpoint_minutes: Annotated[float, Option("Or minutes, whichever comes first.", low=0, above=True)] = 5.0
+    sample_every: Annotated[int, Option("Steps between reconstructions to look at; 0: only at the end.", low=0)] = 1000
     samples: int = 4  # reconstructions shown
-    sample_every: int = 1000  # 0: only at the end
+    snr_limit: float = 5.0  # of min-snr
+    low_limit: int = 260
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, with a UsageError that names the setting."""
-        given = tuple(name for name in POSITIVE_IF_GIVEN if getattr(self, name) is not None)
-        for name in POSITIVE + given:
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
-        for name, low, high in BETWEEN:
-            if not low <= getattr(self, name) <= high:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
+        check_ranges(self)
+        require(self.snr_limit > 0, f"snr_limit {self.snr_limit} must be positive")
+        require(self.samples >= 0, f"samples {self.samples} must not be negative")
+        require(1 <= self.low_limit <= 1000, f"low_limit {self.low_limit} must lie between 1 and 1000")
 
     def with_steps(self, images: int | None) -> "TrainingConfig":
         """The same run with `steps` a number: ceil(images / batch) an epoch where it was given in epochs.

@@ -16,8 +16,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, SpawnContext, st
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.threads import available_cpus
 from mdps.training.config import TrainingConfig
-from mdps.training.fit import Given, fit
 from mdps.training.folder import DENOISER
+from mdps.training.loop import Given, fit
 
 GRACE = 20.0  # seconds that the others have after one has failed
 

@@ -1,11 +1,16 @@
-"""Reads the denoisers that public code writes, and writes our own."""
+"""Reads the denoisers that public code writes, and writes our own. torch is imported when it is needed."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from mdps.models.checkpoints.doubts import doubts
 from mdps.models.checkpoints.errors import CheckpointError
-from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
-from mdps.models.checkpoints.own import save_denoiser
 from mdps.models.checkpoints.report import CheckpointReport
 from mdps.models.checkpoints.statements import NETWORK_OPTIONS, LoadOptions, Prediction
+
+if TYPE_CHECKING:
+    from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
+    from mdps.models.checkpoints.own import save_denoiser
 
 __all__ = [
     "NETWORK_OPTIONS",
@@ -19,3 +24,10 @@ __all__ = [
     "load_denoiser",
     "save_denoiser",
 ]
+_WITH_TORCH = {"Denoiser": "load", "describe_checkpoint": "load", "load_denoiser": "load", "save_denoiser": "own"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -4,13 +4,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from mdps.models.checkpoints.errors import CheckpointError, shown
 from mdps.runtime.errors import UsageError, require
+from mdps.runtime.option import Option, check_ranges
 from mdps.runtime.schedule import NoiseSchedule
 
 Prediction = Literal["eps", "v", "x0"]
+SCHEDULES: dict[str, Callable[[], NoiseSchedule]] = {
+    "linear": NoiseSchedule.linear,
+    "scaled_linear": NoiseSchedule.scaled_linear,
+    "cosine": NoiseSchedule.cosine,
+}
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,19 @@ class LoadOptions:
     both kinds of heads, or for another `prediction`.
     """
 
-    image_size: int | None = None
-    num_heads: int | None = None
-    num_head_channels: int | None = None
-    new_attention_order: bool | None = None
-    schedule: NoiseSchedule | None = None
-    prediction: Prediction | None = None
-    norm_groups: int | None = None
+    image_size: Annotated[int | None, Option("Side of the images the network was trained on.", low=8)] = None
+    num_heads: Annotated[int | None, Option("Attention heads, where the checkpoint does not say.", low=1)] = None
+    num_head_channels: Annotated[int | None, Option("Channels of a head, instead of --num-heads.", low=1)] = None
+    new_attention_order: Annotated[
+        bool | None,
+        Option("Order of queries, keys, values.", flag="--new-attention-order/--legacy-attention-order"),
+    ] = None
+    schedule: Annotated[NoiseSchedule | None, Option("Noise schedule of training.", choices=SCHEDULES)] = None
+    prediction: Annotated[Prediction | None, Option("What the network predicts.")] = None
+    norm_groups: Annotated[int | None, Option("Groups of each group norm, usually 32.", low=1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "num_heads", "num_head_channels", "norm_groups"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name.replace('_', '-')} must be positive, not {value}")
+        check_ranges(self)
         both = self.num_heads is not None and self.num_head_channels is not None
         require(not both, "give --num-heads or --num-head-channels, not both")
         require(

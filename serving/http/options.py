@@ -4,8 +4,10 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from mdps.runtime.errors import require
+from mdps.runtime.option import Option
 
 
 @dataclass(frozen=True)
@@ -17,13 +19,25 @@ class Limits:
     to send a head or to take an answer.
     """
 
-    body_bytes: int = 16 * 2**20
-    pixels: int = 50_000_000
+    body_bytes: Annotated[
+        int, Option("Largest body of a request, in MiB.", low=0, above=True, unit=2**20, flag="--max-body-mib")
+    ] = 16 * 2**20
+    pixels: Annotated[
+        int, Option("Largest image, in millions of pixels.", low=0, above=True, unit=1e6, flag="--max-megapixels")
+    ] = 50_000_000
     head_bytes: int = 16 * 2**10
     headers: int = 64
-    connections: int = 128
-    queue: int = 32
-    deadline: float = 10.0
+    connections: Annotated[int, Option("Connections held at once, at most.", low=1, flag="--max-connections")] = 128
+    queue: Annotated[int, Option("Requests accepted, a model.", low=1)] = 32
+    deadline: Annotated[
+        float,
+        Option(
+            "Longest time from a request to its answer; a client may ask for less.",
+            low=1,
+            unit=1e-3,
+            flag="--deadline-ms",
+        ),
+    ] = 10.0
     head_seconds: float = 5.0
     idle_seconds: float = 30.0
     write_seconds: float = 10.0
@@ -56,14 +70,23 @@ class Loading:
 class ServerOptions:
     """All of `mdps serve`. `token` None answers everybody; `open_health` answers health checks without it."""
 
-    host: str = "127.0.0.1"
-    port: int = 8080
+    host: Annotated[str, Option("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port to listen on; 0 takes a free one.", low=0, high=65535)] = 8080
     token: str | None = None
-    open_health: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    batch: int = 4
-    batch_wait: float = 0.002
+    open_health: Annotated[bool, Option("Answer /v2/health/* without the token.")] = False
+    tls_cert: Annotated[Path | None, Option("Certificate chain (PEM); needs --tls-key.")] = None
+    tls_key: Annotated[Path | None, Option("Its private key (PEM).")] = None
+    batch: Annotated[int, Option("Images judged at once, at most.", low=1)] = 4
+    batch_wait: Annotated[
+        float,
+        Option(
+            "How long a batch waits for requests that are being read.",
+            low=0,
+            high=100,
+            unit=1e-3,
+            flag="--batch-wait-ms",
+        ),
+    ] = 0.002
     watch_seconds: float | None = 1.0
     loading: Loading = field(default_factory=Loading)
     limits: Limits = field(default_factory=Limits)

@@ -40,18 +40,8 @@ CHOICES: dict[str, Any] = {
     "feature_size": 32,
 }
 FLAGS = [
-    "--image-size",
-    "32",
-    "--backbone",
-    "random_tiny",
-    "--noise-level",
-    "198",
-    "--steps",
-    "2",
-    "--feature-size",
-    "32",
-    "--threads",
-    "1",
+    *("--set", "image-size=32", "--set", "backbone=random_tiny", "--set", "noise_level=198", "--set", "steps=2"),
+    *("--set", "feature-size=32", "--threads", "1"),
 ]
 
 

@@ -189,7 +189,7 @@ def test_several_categories_need_a_choice(make_category: Callable[..., Path], pl
 
 def test_a_preset_cannot_be_swept(dataset: Path, small_checkpoint: Path, tmp_path: Path) -> None:
     frozen = replace(OPTIONS, choices=CHOICES | {"mask_range": "frozen"})
-    with pytest.raises(UsageError, match="leave out --preset and --mask-range"):
+    with pytest.raises(UsageError, match="leave out the preset and the mask range"):
         sweep(small_checkpoint, dataset, tmp_path, frozen)
 
 
@@ -198,8 +198,9 @@ def test_the_command(
 ) -> None:
     command = ["sweep", str(small_checkpoint), str(dataset), "--out", str(swept[0]), "--json", "--threads", "1"]
     command += ["--rho", "0,30", "--eta", "0.3,1", "--smoothing", "0,2", "--top", "500", "--lambda", "0.1,0.5"]
-    command += ["--finalists", "1", "--image-size", "32", "--backbone", "random_tiny", "--noise-level", "198"]
-    assert run(cli, [*command, "--steps", "2", "--feature-size", "32"]) == 0
+    command += ["--finalists", "1", "--set", "image-size=32", "--set", "backbone=random_tiny"]
+    command += ["--set", "noise-level=198", "--set", "steps=2", "--set", "feature-size=32"]
+    assert run(cli, command) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["trials"] == [one.to_json() for one in swept[1].trials]
     assert "sweep.md" in printed.err

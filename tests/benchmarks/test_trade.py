@@ -421,7 +421,7 @@ def test_the_command_asks_for_what_was_given(
     asked: list[Any] = []
     monkeypatch.setattr(study, "trade", lambda *given, **_: asked.append(given) or found[1])
     command = ["trade", str(small_checkpoint), str(category.root), "--out", str(tmp_path), "--steps", "2,5"]
-    assert terminal.run(cli, [*command, "--reduced", "none", "--eta", "1", "--ddad-w", "3", "--json"]) == 0
+    assert terminal.run(cli, [*command, "--reduced", "none", "--set", "eta=1", "--ddad-w", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "exact_2"
     ((ckpt, chosen, out, options),) = asked
     assert (ckpt, chosen.name, out) == (small_checkpoint, "bottle", tmp_path)

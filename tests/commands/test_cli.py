@@ -20,7 +20,8 @@ from PIL import Image
 import mdps.runtime
 import mdps.serving.run  # before a fixture fakes what it imports
 from mdps import __version__
-from mdps.cli import cli, export
+from mdps.cli import cli
+from mdps.commands.export import export
 from mdps.commands.terminal import needs, run
 from mdps.runtime import BundleError, ImageError, MdpsError, Result
 from mdps.runtime.manifest import Manifest

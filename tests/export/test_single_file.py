@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from PIL import Image
 
-from mdps.cli import cli, export
+from mdps.cli import cli
+from mdps.commands.export import export
 from mdps.commands.single_file import ONE_FILE
 from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle

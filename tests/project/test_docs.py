@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from mdps.cli import cli, export
+from mdps.cli import COMMANDS, cli
+from mdps.commands.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -23,11 +24,16 @@ def typed(text: str) -> list[list[str]]:
     return [shlex.split(re.split(r" #| \| | &$", line)[0]) for line in lines]
 
 
+def command_of(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None, name
+    return command
+
+
 def parse(command: click.Command, words: list[str]) -> None:
     """As the command line would, up to running it; for a group its subcommand."""
     if isinstance(command, click.Group):
-        assert words[0] in command.commands, words
-        parse(command.commands[words[0]], words[1:])
+        parse(command_of(words[0]), words[1:])
         return
     # as under its group: click remembers the names of the help option that it was first asked under
     command.make_context(command.name, list(words), **cli.context_settings)
@@ -52,9 +58,9 @@ def test_a_command_that_is_no_longer_there_is_noticed() -> None:
         parse(cli, words[1:])
 
 
-@pytest.mark.parametrize("command", [name for name, one in cli.commands.items() if one.epilog])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if command_of(name).epilog])
 def test_the_examples_of_a_commands_help_can_be_typed(command: str) -> None:
-    examples = re.findall(r"^  mdps (.*)$", cli.commands[command].epilog or "", re.MULTILINE)
+    examples = re.findall(r"^  mdps (.*)$", command_of(command).epilog or "", re.MULTILINE)
     assert examples
     for example in examples:
         parse(cli, shlex.split(example.split(" | ")[0]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mdps.cli import export as export_command
+from mdps.commands.export import export as export_command
 from mdps.commands.terminal import run
 from mdps.export.engine import Built
 from mdps.export.plans import add_plans, profile_of

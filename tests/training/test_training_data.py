@@ -175,7 +175,7 @@ def sentences(folder, size=16):
     """Return the warnings before the first step; a refusal of the network's size keeps it from beginning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from mdps.training.fit import as_source
+        from mdps.training.loop import as_source
 
         as_source(folder, Preprocessing(image_size=(size, size)))
     return [str(warning.message) for warning in caught]
