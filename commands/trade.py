@@ -1,15 +1,13 @@
 """`mdps trade`: parses, calls, prints."""
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mdps.commands.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK
-from mdps.commands.study import detector_settings, listed
+from mdps.commands.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK, listed
+from mdps.commands.study import command_line, detector_settings
 from mdps.commands.terminal import needs, spoken_warnings
 
 COMPARED = ("gradient", "steps", "mask_pass", "method")
@@ -72,7 +70,7 @@ def trade(
     asked = TradeOptions(
         largest=None if resolution == "full" else int(resolution),
         choices=options["settings"],
-        command=shlex.join(["mdps", *sys.argv[1:]]),
+        command=command_line(),
         **{name: value for name, value in own.items() if value is not None},
     )
     with spoken_warnings():

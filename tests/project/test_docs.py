@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from mdps.cli import COMMANDS, cli
+from mdps.cli import cli
+from mdps.commands import COMMANDS
 from mdps.commands.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
