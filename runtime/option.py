@@ -135,7 +135,7 @@ def check_ranges(record: Dataclass) -> None:
         value = getattr(record, setting.name, None)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not _inside(setting.option, number):
-                raise UsageError(f"{setting.flag.split('/')[0]} {number} {_rule(setting.option)}")
+                raise UsageError(f"{setting.name} is {number}; it {_rule(setting.option)}")
 
 
 def _inside(option: Option, number: float) -> bool:

@@ -79,9 +79,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant, with a UsageError that names the setting."""
         check_ranges(self)
-        require(self.snr_limit > 0, f"snr_limit {self.snr_limit} must be positive")
-        require(self.samples >= 0, f"samples {self.samples} must not be negative")
-        require(1 <= self.low_limit <= 1000, f"low_limit {self.low_limit} must lie between 1 and 1000")
+        require(self.snr_limit > 0, f"snr_limit is {self.snr_limit}; it must be positive")
+        require(self.samples >= 0, f"samples is {self.samples}; it must not be negative")
+        require(1 <= self.low_limit <= 1000, f"low_limit is {self.low_limit}; it must lie between 1 and 1000")
 
     def with_steps(self, images: int | None) -> "TrainingConfig":
         """The same run with `steps` a number: ceil(images / batch) an epoch where it was given in epochs.

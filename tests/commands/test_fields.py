@@ -170,10 +170,10 @@ def test_recipes_show_their_defaults_and_leave_the_option_open(capsys: pytest.Ca
 def test_ranges_hold_without_a_command_line_too() -> None:
     check_ranges(Given())
     for wrong, sentence in (
-        (Given(side=7), "--side 7 must be at least 8"),
-        (Given(rate=0), "--rate 0 must be positive"),
-        (Given(share=1.5), "--share 1.5 must lie between 0 and 1"),
-        (Given(steps=(1, 0)), "--steps 0 must be at least 1"),
+        (Given(side=7), "side is 7; it must be at least 8"),
+        (Given(rate=0), "rate is 0; it must be positive"),
+        (Given(share=1.5), "share is 1.5; it must lie between 0 and 1"),
+        (Given(steps=(1, 0)), "steps is 0; it must be at least 1"),
     ):
         with pytest.raises(UsageError, match=sentence):
             check_ranges(wrong)
