@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, CalibrationError, require
+from mdps.runtime.plausibility import IMAGES, noise_doubt
 from mdps.runtime.preprocessing import Picture
 from mdps.runtime.records import Record
 from mdps.runtime.session import ARITHMETIC
@@ -29,8 +30,8 @@ class Calibration(Record):
 
     A score above `threshold` is a "fail". `false_alarm_rate` was asked for; `expected_false_alarm_rate` is what
     `images` good images can promise. `mask_low` and `mask_high` bound the maps of the first pass (the frozen mask
-    range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` is a
-    warning sentence or empty. `first_quantiles` are the scores of the first pass that a share of good images does
+    range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` holds
+    its warnings or is empty. `first_quantiles` are the scores of the first pass that a share of good images does
     not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
     backend computed the steps in, "" for the bundle's own precision (`session.ARITHMETIC`): in another, scores differ.
     """
@@ -125,7 +126,7 @@ def calibrate(
 
     Raises ImageError for an image that cannot be read, CalibrationError without images, UsageError for a rate outside
     (0, 1), BackendError where the engine fails or gives NaN; warns with CalibrationWarning where there are too few
-    images for the rate.
+    images for the rate, where all maps are one value, and where the denoiser does not denoise these images.
     """
     require(0 < false_alarm_rate < 1, f"the false-alarm rate {false_alarm_rate} should lie between 0 and 1")
     pictures = list(images)
@@ -154,7 +155,11 @@ def calibrate(
         map_high=last.high,
         samples=settings.sampler.samples,
         seed=settings.sampler.seed,
-        note=_warn_if_few(len(pictures), false_alarm_rate, expected),
+        note=_warned(
+            _too_few(len(pictures), false_alarm_rate, expected),
+            _constant(last.low, last.high, threshold),
+            noise_doubt(detector, _some(detector, pictures)),
+        ),
         first_quantiles=first_quantiles(np.concatenate(first_scores)),
         arithmetic=cast(Literal["", "bf16"], ARITHMETIC.get(detector.backend, "")),
     )
@@ -183,12 +188,32 @@ def _first_pass_range(detector: "Detector", pictures: list[Picture], batch: int)
     return (found.low, found.high)
 
 
-def _warn_if_few(count: int, asked: float, expected: float) -> str:
+def _some(detector: "Detector", pictures: list[Picture]) -> NDArray[np.float32]:
+    """Return a few of them as observations, from the first to the last."""
+    chosen = pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]
+    return np.stack([detector.preprocessing(picture) for picture in chosen])
+
+
+def _warned(*sentences: str) -> str:
+    said = [sentence for sentence in sentences if sentence]
+    for sentence in said:
+        warnings.warn(sentence, CalibrationWarning, stacklevel=3)
+    return "; ".join(said)
+
+
+def _constant(low: float, high: float, threshold: float) -> str:
+    if low < high:
+        return ""
+    return (
+        f"every anomaly map of the good images is {low:g} throughout, so that the threshold {threshold:g} tells no "
+        "defect from a good part: look at what the bundle compares (--stages, --eta) and at its checkpoint"
+    )
+
+
+def _too_few(count: int, asked: float, expected: float) -> str:
     if expected <= asked + 1e-9:
         return ""
     needed = math.ceil(1 / asked - 1e-9) - 1
     images = "1 good image" if count == 1 else f"{count} good images"
     promise = f"a false-alarm rate of {expected:.3g} only, not {asked:.3g}"
-    note = f"{images} can promise {promise}: calibrate on at least {needed}"
-    warnings.warn(note, CalibrationWarning, stacklevel=3)
-    return note
+    return f"{images} can promise {promise}: calibrate on at least {needed}"

@@ -16,6 +16,7 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.pictures import describe
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Picture
+from mdps.runtime.schedule import Step
 from mdps.runtime.settings import Settings
 
 
@@ -145,6 +146,16 @@ class Detector:
         self._check(observations)
         with self._lock:
             return self._open_pipeline().first_maps(observations)
+
+    def predicted_noise(self, noised: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+        """Return the denoiser's estimate of the noise in `noised` [N, 3, H, W] at the time of `step`, in its shape.
+
+        Raises as `inspect`.
+        """
+        self._check_process()
+        self._check(noised)
+        with self._lock:
+            return self._open_pipeline().predicted_noise(noised, step)
 
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""

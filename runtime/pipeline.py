@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.noise import Noise
-from mdps.runtime.sampler import StepSessions, posterior_sampling
-from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.sampler import StepSessions, alone, posterior_sampling, step_scalars
+from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.session import Arrays, Session
 from mdps.runtime.settings import MaskSettings, Settings
 
@@ -61,6 +61,9 @@ class Inspector(Protocol):
 
     def first_maps(self, observations: Array) -> Array:
         """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
+
+    def predicted_noise(self, noised: Array, step: Step) -> Array:
+        """Return what the first pass's denoiser takes for the noise in `noised` [N, 3, H, W] at the time of `step`."""
 
     def close(self) -> None:
         """Free what was loaded."""
@@ -120,6 +123,12 @@ class Pipeline:
         maps, scores = (np.concatenate([part[name] for part in parts]) for name in ("anomaly_map", "anomaly_score"))
         check_finite(maps, scores)
         return maps
+
+    def predicted_noise(self, noised: Array, step: Step) -> Array:
+        """See `Inspector.predicted_noise`."""
+        session = self.steps.at(self.settings.sampler.first_pass.guidance_scale)
+        feeds = alone(noised) | step_scalars(step) | {"guidance_scale": np.zeros((), dtype=np.float32)}
+        return session.run({name: feeds[name] for name in session.inputs}, ["eps"])["eps"]
 
     @property
     def engines(self) -> dict[str, str]:

@@ -124,6 +124,12 @@ def _named(names: Sequence[str], arrays: Mapping[str, Image]) -> dict[str, Image
     return {name: array for name, array in arrays.items() if name in names}
 
 
+def alone(x_t: Image) -> dict[str, Image]:
+    """Return the arrays of a step that neither masks nor adds noise, by the names of its inputs."""
+    none = np.zeros_like(x_t)
+    return {"x_t": x_t, "observation": x_t, "mask": np.ones_like(x_t[:, :1]), "noise": none, "mask_noise": none}
+
+
 def step_scalars(step: Step) -> dict[str, Image]:
     """What a step graph is told of a step, by the names of its inputs."""
     values = {

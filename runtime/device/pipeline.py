@@ -14,7 +14,7 @@ from mdps.runtime.device.seam import Driver, Event, Graph, Stream
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.noise import Noise
 from mdps.runtime.pipeline import Array, Inspection, check_finite, check_range, chunks, joined, mask_scalars
-from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 
 ELSEWHERE = "use the backend onnxruntime, on the cpu or with --provider cuda"
@@ -82,6 +82,13 @@ class DevicePipeline:
         found = joined(self._each(observations, (0.0, 1.0), None, only_first=True))
         check_finite(found.first_map, found.first_score)
         return found.first_map
+
+    def predicted_noise(self, noised: Array, step: Step) -> Array:
+        """See `Inspector.predicted_noise`."""
+        engine = self._engines_on_card.step(self.settings.sampler.first_pass)
+        with self._driver.current():
+            parts = [self._steps.predicted_noise(engine, part, step) for part in chunks(noised, self._rows)]
+        return np.concatenate(parts)
 
     def close(self) -> None:
         """As `Inspector.close`."""

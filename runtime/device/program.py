@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mdps.runtime.device.seam import BoundEngine, Buffer, DeviceEngine, Driver, Stream
 from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL, Noise
-from mdps.runtime.sampler import noise_root, signal_root, step_scalars
+from mdps.runtime.sampler import alone, noise_root, signal_root, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step, plan_steps
 from mdps.runtime.session import Port
 from mdps.runtime.settings import PassSettings, Settings
@@ -145,12 +145,7 @@ def upload_passes(
         alpha, steps = plan_steps(schedule, sampler.time_index, one_pass, sampler.eta_ddim)
         engine = engines.step(one_pass)
         first = noise.draw(index, INITIAL, sampler.samples)
-        table = []
-        for step in steps:
-            values = step_scalars(step) | {"guidance_scale": np.asarray(one_pass.guidance_scale, dtype=np.float32)}
-            flat = np.zeros((len(_STEP_SCALARS), _SLOT), dtype=np.float32)
-            flat[:, 0] = [values[name] for name in _STEP_SCALARS]
-            table.append(device.filled(flat))
+        table = [device.filled(_scalar_table(step, one_pass.guidance_scale)) for step in steps]
         if zeros is None:
             zeros = device.filled(_cyclic(np.zeros_like(first), rows))
         passes.append(
@@ -168,6 +163,14 @@ def upload_passes(
             )
         )
     return tuple(passes)
+
+
+def _scalar_table(step: Step, guidance_scale: float) -> NDArray[np.float32]:
+    """Return what a step is told, in the layout of a binding."""
+    values = step_scalars(step) | {"guidance_scale": np.asarray(guidance_scale, dtype=np.float32)}
+    table = np.zeros((len(_STEP_SCALARS), _SLOT), dtype=np.float32)
+    table[:, 0] = [values[name] for name in _STEP_SCALARS]
+    return table
 
 
 def _cyclic(noise: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
@@ -202,6 +205,19 @@ class Steps:
         if key not in self._bound:
             self._bound[key] = self._bind(engine, count)
         return self._bound[key]
+
+    def predicted_noise(self, engine: DeviceEngine, noised: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
+        """Run one step alone and wait for its `eps`."""
+        bound, (driver, stream) = self.at(engine, len(noised)), (self.device.driver, self.device.stream)
+        given = {name: array for name, array in alone(noised).items() if name in bound.buffers}
+        for name, array in given.items():
+            driver.upload(bound.buffers[name].address, np.ascontiguousarray(array), stream)
+        table, eps = _scalar_table(step, 0.0), np.empty_like(noised)
+        driver.upload(bound.scalars.address, table, stream)
+        bound.bound.enqueue(stream)
+        driver.download(eps, bound.buffers["eps"].address, stream)
+        driver.synchronise(stream)
+        return eps
 
     def _bind(self, engine: DeviceEngine, count: int) -> BoundStep:
         table = self.device.buffer((len(_STEP_SCALARS), _SLOT))

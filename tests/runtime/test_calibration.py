@@ -16,16 +16,23 @@ from mdps.runtime.calibration import (
 )
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import EXIT_SHARES, MaskSettings, paper_settings
 
 
 class BrightnessDetector:
     """Scores an image by its mean level; its last map is half its first, or nothing where the mask range is odd."""
 
-    def __init__(self, mask_range="per-image"):
-        self.settings = replace(paper_settings((2, 2)), mask=MaskSettings(0.1, mask_range))
+    def __init__(self, mask_range="per-image", noise="simplex"):  # of which nothing is said
+        sampler = replace(paper_settings((2, 2)).sampler, noise=noise)
+        self.settings = replace(paper_settings((2, 2)), sampler=sampler, mask=MaskSettings(0.1, mask_range))
         self.preprocessing, self.backend = Preprocessing((2, 2)), "onnxruntime"
         self.given, self.sizes = [], []
+        self.manifest = SimpleNamespace(schedule=NoiseSchedule.linear())
+
+    def predicted_noise(self, noised, step):
+        """None, which no trained denoiser says."""
+        return 0 * noised
 
     def first_maps(self, observations):
         return observations[:, :1]
@@ -112,6 +119,24 @@ def test_too_few_images_warn_and_leave_a_note():
         found = calibrate(BrightnessDetector(), pictures([100, 101, 102]))
     assert "at least 99" in found.note
     assert found.threshold == pytest.approx(unit(102), abs=1e-6)
+
+
+def test_maps_of_one_value_are_said_to_tell_nothing():
+    detector = BrightnessDetector()
+    detector.preprocessing = lambda picture: np.zeros((3, 2, 2), np.float32)
+    with pytest.warns(CalibrationWarning, match=r"map of the good images is 0 throughout.* threshold 0 tells no"):
+        found = calibrate(detector, pictures(range(100, 119)), false_alarm_rate=0.1)
+    assert found.threshold == 0
+    assert "0 throughout" in found.note
+
+
+def test_a_denoiser_that_does_not_denoise_good_parts_is_told_beside_the_rest():
+    with pytest.warns(CalibrationWarning) as warned:
+        found = calibrate(BrightnessDetector(noise="gaussian"), pictures([100, 101, 102]))
+    few, doubt = (str(warning.message) for warning in warned)
+    assert "at least 99" in few
+    assert "does not know these parts" in doubt
+    assert found.note == f"{few}; {doubt}"
 
 
 def test_the_named_number_of_images_is_enough(recwarn):

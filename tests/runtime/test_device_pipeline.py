@@ -19,6 +19,7 @@ from mdps.runtime.errors import BackendError, CalibrationError, UsageError
 from mdps.runtime.loading import open_pipeline, override
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
+from mdps.runtime.schedule import Step
 
 ARRAYS = (
     "anomaly_map", "anomaly_score", "mask", "first_map", "first_score", "posterior_samples", "early_exit",
@@ -86,6 +87,17 @@ def test_it_finds_what_the_pipeline_finds(pair, fake_card, samples, images, capt
         same(both.device.inspect(y, RANGE), both.pipeline.inspect(y, RANGE))
     np.testing.assert_array_equal(both.device.first_maps(y), both.pipeline.first_maps(y))
     assert bool(both.driver.graphs) == captures
+
+
+@pytest.mark.parametrize("rows", [8, 2])
+def test_it_sees_the_noise_that_the_pipeline_sees(pair, rows):
+    both = pair(largest={"guided_step": {"x_t": (rows, 3, 16, 16)}})
+    step = Step(99.0, 0.7, 0.6, 0.1)
+    y = pictures(3)
+    wanted = both.pipeline.predicted_noise(y, step)
+    np.testing.assert_allclose(both.device.predicted_noise(y, step), wanted, rtol=0, atol=2e-5)
+    same(both.device.inspect(y[:1], RANGE), both.pipeline.inspect(y[:1], RANGE))  # whose buffers it shares
+    np.testing.assert_allclose(both.device.predicted_noise(y, step), wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("eager", [False, True])
