@@ -4,7 +4,8 @@ It drops a palette that is 0, 1, 2, .. or black and white, and then reads 4 and 
 or gives other pixels without a word (seen in Pillow 13.0).
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -14,7 +15,8 @@ _DEPTHS = {("L", 4): "P;4", ("1", 4): "P;4", ("1", 8): "P"}  # (mode Pillow chos
 
 def with_palette(image: "Image.Image") -> "Image.Image":
     """Return the image itself, or a decoded copy with its palette where Pillow dropped one that it needs."""
-    file, tiles = getattr(image, "fp", None), getattr(image, "tile", ())
+    file: IO[bytes] | None = getattr(image, "fp", None)
+    tiles: Sequence[Any] = getattr(image, "tile", ())
     if image.format != "BMP" or file is None or len(tiles) != 1 or tiles[0][0] != "raw":
         return image
     raw = _DEPTHS.get((image.mode, _bits(file)))
@@ -25,10 +27,10 @@ def with_palette(image: "Image.Image") -> "Image.Image":
     return _decoded(image, file.read(stride * image.height), (raw, stride, direction))
 
 
-def _bits(file: object) -> int:
+def _bits(file: IO[bytes]) -> int:
     """Return the bits of a pixel, which the old header of 12 bytes has at another place."""
-    file.seek(14)  # type: ignore[attr-defined]
-    header: bytes = file.read(16)  # type: ignore[attr-defined]
+    file.seek(14)
+    header = file.read(16)
     at = 10 if header[:4] == b"\x0c\0\0\0" else 14
     return int.from_bytes(header[at : at + 2], "little")
 

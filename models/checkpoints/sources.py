@@ -104,14 +104,14 @@ def _from_buffer(betas: Tensor | None) -> Statement | None:
 
 def _unrounded(betas: tuple[float, ...]) -> NoiseSchedule:
     """Return the known schedule that gives these betas in float32, as they are kept, or they themselves."""
-    found, wanted = NoiseSchedule(betas), np.float32(betas)
+    found, wanted = NoiseSchedule(betas), np.asarray(betas, np.float32)
     start, end = (float(f"{beta:.6g}") for beta in (betas[0], betas[-1]))
     known = (
         NoiseSchedule.linear(len(betas), start, end),
         NoiseSchedule.scaled_linear(len(betas), start, end),
         NoiseSchedule.cosine(len(betas)),
     )
-    return next((one for one in known if np.array_equal(np.float32(one.betas), wanted)), found)
+    return next((one for one in known if np.array_equal(np.asarray(one.betas, np.float32), wanted)), found)
 
 
 def _from_arguments(arguments: Mapping[str, Any]) -> Statement | None:
