@@ -66,7 +66,7 @@ def train(
     tell: Callable[[str], object] = say if training.first_process() else str
     images, layout = _training_images(folder, tell)
     if options["resume"]:
-        config, preprocessing = training.begun(
+        config, preprocessing = training.resumed_settings(
             out, recipe=recipe, image_size=image_size, crop_size=crop_size, base=base
         )
     else:

@@ -27,7 +27,7 @@ from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.backbones import Backbone, load_backbone
-from mdps.models.checkpoints import Denoiser, doubts, load_denoiser
+from mdps.models.checkpoints import Denoiser, load_denoiser, run_warnings
 from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.choice import installed
@@ -68,7 +68,7 @@ def export_bundle(
     denoiser = load_denoiser(ckpt, options.load)
     if assumed := denoiser.report.assumptions():
         say(f"the checkpoint does not say, and is assumed to have: {assumed}")
-    for sentence in doubts(denoiser.extra):
+    for sentence in run_warnings(denoiser.extra):
         say(f"Warning: {sentence}")
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
     trained_noise = _trained_noise(denoiser)

@@ -1,16 +1,29 @@
 """How each torch operator that a step uses is written in ONNX (opset 20).
 
-An entry takes the tracer, the tensors torch returned and the call's arguments, and returns the names of the outputs.
+An entry takes the graph, the tensors torch returned and the call's arguments, and returns the names of the outputs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mdps.export.tracer import Tracer
+
+class Graph(Protocol):
+    """The graph under construction, as the entries see it; `Tracer` is one."""
+
+    def name(self, value: Any, like: Tensor | None = None) -> str:
+        """Return the name of a tensor, or of a constant, which is added; a number takes the type of `like`."""
+
+    def batch(self) -> str:
+        """Return the name of the number of images, an int64 vector of one."""
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Return the name of an int64 constant vector (shapes, axes)."""
+
+    def emit(self, operator: str, inputs: Sequence[str], outputs: int = 1, **attributes: Any) -> list[str]:
+        """Add a node and return the names of its outputs."""
 
 
 class UnsupportedOperatorError(TypeError):
@@ -30,7 +43,7 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 
 
 def _binary(onnx_name: str, swap: bool = False) -> Operator:
-    def operator(g: "Tracer", out: Sequence[Tensor], a: Any, b: Any) -> list[str]:
+    def operator(g: Graph, out: Sequence[Tensor], a: Any, b: Any) -> list[str]:
         like = a if isinstance(a, Tensor) else b
         if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:  # torch would promote, ONNX not
             raise TypeError(f"{onnx_name} of {a.dtype} and {b.dtype}: say in the module which type is meant")
@@ -53,22 +66,22 @@ OPERATORS |= {"__rsub__": _binary("Sub", swap=True), "relu_": _unary("Relu")}
 
 
 @_operator("rsqrt")
-def _rsqrt(g: "Tracer", out: Sequence[Tensor], x: Tensor) -> list[str]:
+def _rsqrt(g: Graph, out: Sequence[Tensor], x: Tensor) -> list[str]:
     return g.emit("Reciprocal", g.emit("Sqrt", [g.name(x)]))
 
 
 @_operator("silu")
-def _silu(g: "Tracer", out: Sequence[Tensor], x: Tensor, inplace: bool = False) -> list[str]:
+def _silu(g: Graph, out: Sequence[Tensor], x: Tensor, inplace: bool = False) -> list[str]:
     return g.emit("Mul", [g.name(x), *g.emit("Sigmoid", [g.name(x)])])
 
 
 @_operator("dropout")
-def _same(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
+def _same(g: Graph, out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
     return [g.name(x)]
 
 
 @_operator("float", "to")
-def _cast(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
+def _cast(g: Graph, out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> list[str]:
     if out[0].dtype == x.dtype:
         return [g.name(x)]
     kinds = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
@@ -76,16 +89,16 @@ def _cast(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any, **__: Any) -> 
 
 
 @_operator("clamp")
-def _clamp(g: "Tracer", out: Sequence[Tensor], x: Tensor, *, min: float) -> list[str]:
+def _clamp(g: Graph, out: Sequence[Tensor], x: Tensor, *, min: float) -> list[str]:
     return g.emit("Max", [g.name(x), g.name(min, like=x)])
 
 
 @_operator("reshape", "unsqueeze", "flatten")
-def _reshape(g: "Tracer", out: Sequence[Tensor], x: Tensor, *_: Any) -> list[str]:
+def _reshape(g: Graph, out: Sequence[Tensor], x: Tensor, *_: Any) -> list[str]:
     return g.emit("Reshape", [g.name(x), _shape(g, list(x.shape), list(out[0].shape))])
 
 
-def _shape(g: "Tracer", old: list[int], new: list[int]) -> str:
+def _shape(g: Graph, old: list[int], new: list[int]) -> str:
     """The shape of a reshape whose leading axes are dynamic: copied, joined, or taken apart again."""
     if old and new and old[0] == new[0]:
         return g.integers([0, *new[1:]])
@@ -97,7 +110,7 @@ def _shape(g: "Tracer", old: list[int], new: list[int]) -> str:
 
 
 @_operator("__getitem__")
-def _getitem(g: "Tracer", out: Sequence[Tensor], x: Tensor, index: Any) -> list[str]:
+def _getitem(g: Graph, out: Sequence[Tensor], x: Tensor, index: Any) -> list[str]:
     index = index if isinstance(index, tuple) else (index,)
     if None in index:
         return _reshape(g, out, x)
@@ -108,25 +121,25 @@ def _getitem(g: "Tracer", out: Sequence[Tensor], x: Tensor, index: Any) -> list[
 
 
 @_operator("chunk", "split")
-def _split(g: "Tracer", out: Sequence[Tensor], x: Tensor, _: Any, dim: int = 0) -> list[str]:
+def _split(g: Graph, out: Sequence[Tensor], x: Tensor, _: Any, dim: int = 0) -> list[str]:
     sizes = g.integers([part.shape[dim] for part in out])
     return g.emit("Split", [g.name(x), sizes], outputs=len(out), axis=dim)
 
 
 @_operator("cat")
-def _cat(g: "Tracer", out: Sequence[Tensor], tensors: Sequence[Tensor], dim: int = 0) -> list[str]:
+def _cat(g: Graph, out: Sequence[Tensor], tensors: Sequence[Tensor], dim: int = 0) -> list[str]:
     return g.emit("Concat", [g.name(t) for t in tensors], axis=dim)
 
 
 @_operator("transpose", "t")
-def _transpose(g: "Tracer", out: Sequence[Tensor], x: Tensor, a: int = 0, b: int = 1) -> list[str]:
+def _transpose(g: Graph, out: Sequence[Tensor], x: Tensor, a: int = 0, b: int = 1) -> list[str]:
     order = list(range(x.dim()))
     order[a], order[b] = order[b], order[a]
     return g.emit("Transpose", [g.name(x)], perm=order)
 
 
 def _reduce(onnx_name: str) -> Operator:
-    def operator(g: "Tracer", out: Sequence[Tensor], x: Tensor, dim: Any, keepdim: bool = False) -> list[str]:
+    def operator(g: Graph, out: Sequence[Tensor], x: Tensor, dim: Any, keepdim: bool = False) -> list[str]:
         axes = g.integers([dim] if isinstance(dim, int) else dim)
         return g.emit(onnx_name, [g.name(x), axes], keepdims=int(keepdim))
 
@@ -138,25 +151,25 @@ OPERATORS |= {name: _reduce(onnx_name) for name, onnx_name in _REDUCTIONS.items(
 
 
 @_operator("where")
-def _where(g: "Tracer", out: Sequence[Tensor], condition: Tensor, a: Any, b: Any) -> list[str]:
+def _where(g: Graph, out: Sequence[Tensor], condition: Tensor, a: Any, b: Any) -> list[str]:
     return g.emit("Where", [g.name(condition), g.name(a, like=out[0]), g.name(b, like=out[0])])
 
 
 @_operator("topk")
-def _topk(g: "Tracer", out: Sequence[Tensor], x: Tensor, k: int) -> list[str]:
+def _topk(g: Graph, out: Sequence[Tensor], x: Tensor, k: int) -> list[str]:
     return g.emit("TopK", [g.name(x), g.integers([k])], outputs=2, axis=-1)
 
 
 @_operator("hardtanh", "hardtanh_", "relu6")
 def _hardtanh(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, min_val: float = 0.0, max_val: float = 6.0, inplace: bool = False
+    g: Graph, out: Sequence[Tensor], x: Tensor, min_val: float = 0.0, max_val: float = 6.0, inplace: bool = False
 ) -> list[str]:
     return g.emit("Clip", [g.name(x), g.name(min_val, like=x), g.name(max_val, like=x)])
 
 
 @_operator("batch_norm")
 def _batch_norm(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor,
+    g: Graph, out: Sequence[Tensor], x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor,
     training: bool, momentum: float, eps: float,
 ) -> list[str]:  # fmt: skip
     inputs = [g.name(tensor) for tensor in (x, weight, bias, mean, variance)]
@@ -165,25 +178,25 @@ def _batch_norm(
 
 @_operator("max_pool2d", "boolean_dispatch")
 def _max_pool(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: Any, stride: Any, padding: Any = 0, *_: Any, **__: Any
+    g: Graph, out: Sequence[Tensor], x: Tensor, kernel: Any, stride: Any, padding: Any = 0, *_: Any, **__: Any
 ) -> list[str]:
     how: dict[str, Any] = {"kernel_shape": _each(kernel, 2), "strides": _each(stride, 2), "pads": _each(padding, 2) * 2}
     return g.emit("MaxPool", [g.name(x)], **how)
 
 
 @_operator("softmax")
-def _softmax(g: "Tracer", out: Sequence[Tensor], x: Tensor, dim: int) -> list[str]:
+def _softmax(g: Graph, out: Sequence[Tensor], x: Tensor, dim: int) -> list[str]:
     return g.emit("Softmax", [g.name(x)], axis=dim)
 
 
 @_operator("linear")
-def _linear(g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> list[str]:
+def _linear(g: Graph, out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> list[str]:
     return g.emit("Gemm", [g.name(x), g.name(weight), g.name(bias)], transB=1)
 
 
 @_operator("conv2d", "conv1d")
 def _conv(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    g: Graph, out: Sequence[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> list[str]:  # fmt: skip
     axes = x.dim() - 2
@@ -196,7 +209,7 @@ def _conv(
 
 @_operator("conv_transpose2d")
 def _conv_transpose(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, weight: Tensor, *, stride: int, padding: int, output_padding: int
+    g: Graph, out: Sequence[Tensor], x: Tensor, weight: Tensor, *, stride: int, padding: int, output_padding: int
 ) -> list[str]:  # fmt: skip
     return g.emit(
         "ConvTranspose", [g.name(x), g.name(weight)], kernel_shape=list(weight.shape[2:]), strides=[stride] * 2,
@@ -209,13 +222,13 @@ def _each(value: Any, axes: int) -> list[int]:
 
 
 @_operator("pixel_shuffle")
-def _pixel_shuffle(g: "Tracer", out: Sequence[Tensor], x: Tensor, factor: int) -> list[str]:
+def _pixel_shuffle(g: Graph, out: Sequence[Tensor], x: Tensor, factor: int) -> list[str]:
     return g.emit("DepthToSpace", [g.name(x)], blocksize=factor, mode="CRD")
 
 
 @_operator("pad")
 def _pad(
-    g: "Tracer",
+    g: Graph,
     out: Sequence[Tensor],
     x: Tensor,
     pad: Sequence[int],
@@ -230,7 +243,7 @@ def _pad(
 
 @_operator("interpolate")
 def _resize(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, *, mode: str, align_corners: bool | None, antialias: bool, **_: Any
+    g: Graph, out: Sequence[Tensor], x: Tensor, *, mode: str, align_corners: bool | None, antialias: bool, **_: Any
 ) -> list[str]:
     if antialias or mode not in ("nearest", "bilinear"):
         raise UnsupportedOperatorError(
@@ -245,14 +258,14 @@ def _resize(
 
 @_operator("avg_pool2d")
 def _avg_pool(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, kernel: int, stride: int | None = None, padding: int = 0
+    g: Graph, out: Sequence[Tensor], x: Tensor, kernel: int, stride: int | None = None, padding: int = 0
 ) -> list[str]:
     how: dict[str, Any] = {"kernel_shape": [kernel] * 2, "strides": [stride or kernel] * 2, "pads": [padding] * 4}
     return g.emit("AveragePool", [g.name(x)], count_include_pad=1, **how)
 
 
 @_operator("adaptive_avg_pool2d")
-def _global_average_pool(g: "Tracer", out: Sequence[Tensor], x: Tensor, size: int) -> list[str]:
+def _global_average_pool(g: Graph, out: Sequence[Tensor], x: Tensor, size: int) -> list[str]:
     if size != 1:
         raise UnsupportedOperatorError(f"the exporter has no ONNX form of adaptive pooling to {size}")
     return g.emit("GlobalAveragePool", [g.name(x)])
@@ -260,7 +273,7 @@ def _global_average_pool(g: "Tracer", out: Sequence[Tensor], x: Tensor, size: in
 
 @_operator("native_layer_norm")
 def _layer_norm(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, shape: Sequence[int], weight: None, bias: None, eps: float
+    g: Graph, out: Sequence[Tensor], x: Tensor, shape: Sequence[int], weight: None, bias: None, eps: float
 ) -> list[str]:  # fmt: skip
     scale = g.name(torch.ones(shape, dtype=x.dtype))
     return g.emit("LayerNormalization", [g.name(x), scale], outputs=3, axis=-1, epsilon=eps)
@@ -268,7 +281,7 @@ def _layer_norm(
 
 @_operator("group_norm")
 def _group_norm(
-    g: "Tracer", out: Sequence[Tensor], x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
+    g: Graph, out: Sequence[Tensor], x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
 ) -> list[str]:  # fmt: skip
     """Whole, as an instance norm over groups; the affine part has the channels back."""
     grouped = g.emit("Reshape", [g.name(x), g.integers([0, groups, -1])])

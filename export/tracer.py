@@ -26,7 +26,7 @@ _TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, 
 
 
 class Tracer(TorchFunctionMode):
-    """A function mode that writes down what it sees; `name` and `emit` are what the operator entries use."""
+    """A function mode that records what it sees: the `operators.Graph` that the operators' entries write to."""
 
     def __init__(self, module: nn.Module, batch_input: str) -> None:
         super().__init__()

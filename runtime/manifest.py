@@ -210,7 +210,7 @@ def _read_json(folder: Path, where: Path) -> dict[str, Any]:
     try:
         if not where.is_file():
             hint = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
-            raise BundleError(f"{folder} is no bundle, {hint}: give the folder that mdps-export wrote")
+            raise BundleError(f"{folder} is no bundle, {hint}: give the folder that `mdps export` wrote")
         with where.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:

@@ -24,7 +24,7 @@ def check_program(path: Path, torch: Any) -> None:
                 if not _is_plain(inner, archive.read(name) if _must_read(inner) else b"", torch):
                     raise BundleError(
                         f"{path} is refused because loading its entry {inner} could run code: "
-                        "export the bundle again with mdps-export"
+                        "export the bundle again with `mdps export`"
                     )
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
         raise BundleError(f"{path} is no torch.export program ({error}): export the bundle again") from error

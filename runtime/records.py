@@ -41,7 +41,7 @@ def _check_keys(where: str, names: list[str], obj: dict[str, Any]) -> None:
     missing = [name for name in names if name not in obj]
     unknown = [name for name in obj if name not in names]
     if missing:
-        raise BundleError(f"{where} lacks the key {missing[0]!r}: make the bundle again with mdps-export")
+        raise BundleError(f"{where} lacks the key {missing[0]!r}: make the bundle again with `mdps export`")
     if unknown:
         raise BundleError(f"{where} has the unknown key {unknown[0]!r}: remove it, or upgrade mdps")
 

@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdps.training.begun import begun
 from mdps.training.config import (
     NETWORKS,
     RECIPES,
@@ -15,6 +14,7 @@ from mdps.training.config import (
 )
 from mdps.training.framing import framing
 from mdps.training.outcome import Outcome, outcome
+from mdps.training.resume import resumed_settings
 from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
 from mdps.training.stop import StoppedError
 
@@ -34,7 +34,6 @@ __all__ = [
     "Source",
     "StoppedError",
     "TrainingConfig",
-    "begun",
     "choose_device",
     "first_process",
     "fit",
@@ -43,6 +42,7 @@ __all__ = [
     "outcome",
     "paper_network",
     "paper_recipe",
+    "resumed_settings",
     "small_network",
     "small_recipe",
 ]

@@ -29,10 +29,10 @@ Row = dict[str, Any]
 
 def check_folder(out: Path, resume: bool) -> None:
     """UsageError where a new run would overwrite one, or there is none to go on with."""
-    begun = (out / CHECKPOINT).exists()
-    if begun and not resume:
+    existing = (out / CHECKPOINT).exists()
+    if existing and not resume:
         raise UsageError(f"{out} already holds a training run; continue it with --resume or choose another folder")
-    if resume and not begun:
+    if resume and not existing:
         raise UsageError(f"there is no {CHECKPOINT} in {out} to resume from; start the run without --resume")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; choose a folder for the run")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mdps.models.checkpoints import doubts, save_denoiser
+from mdps.models.checkpoints import run_warnings, save_denoiser
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
@@ -147,7 +147,7 @@ class Run:
             save_denoiser(self.out / DENOISER, self.state.ema, self.schedule, "eps", described, notes)
             self._show()
             self.folder.close()
-            for sentence in doubts(notes):
+            for sentence in run_warnings(notes):
                 warnings.warn(sentence, stacklevel=3)
         self.engine.wait()
         return self.out / DENOISER

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdps.models.checkpoints.doubts import doubts
 from mdps.models.checkpoints.errors import CheckpointError
 from mdps.models.checkpoints.report import CheckpointReport
+from mdps.models.checkpoints.run_warnings import run_warnings
 from mdps.models.checkpoints.statements import NETWORK_OPTIONS, LoadOptions, Prediction
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ __all__ = [
     "LoadOptions",
     "Prediction",
     "describe_checkpoint",
-    "doubts",
     "load_denoiser",
+    "run_warnings",
     "save_denoiser",
 ]
 _WITH_TORCH = {"Denoiser": "load", "describe_checkpoint": "load", "load_denoiser": "load", "save_denoiser": "own"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mdps.export import ExportOptions, export_bundle
-from mdps.models.checkpoints import doubts, load_denoiser, save_denoiser
+from mdps.models.checkpoints import load_denoiser, run_warnings, save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import fit, outcome
@@ -24,25 +24,25 @@ def log(run, *rows):
 
 
 def test_a_trained_network_leaves_no_doubt():
-    assert doubts(TRAINED) == []
+    assert run_warnings(TRAINED) == []
 
 
 def test_an_error_as_large_as_that_of_predicting_nothing_is_told():
-    (sentence,) = doubts(TRAINED | {"loss": 0.8, "first_quarter_loss": 0.95})
+    (sentence,) = run_warnings(TRAINED | {"loss": 0.8, "first_quarter_loss": 0.95})
     assert "0.95" in sentence
     assert "learned next to nothing" in sentence
     # The late timesteps are easy: a low mean over all of them hides nothing.
-    assert doubts(TRAINED | {"loss": 0.15, "first_quarter_loss": 0.5})
-    assert not doubts(TRAINED | {"loss": 0.15, "first_quarter_loss": 0.25})
+    assert run_warnings(TRAINED | {"loss": 0.15, "first_quarter_loss": 0.5})
+    assert not run_warnings(TRAINED | {"loss": 0.15, "first_quarter_loss": 0.25})
 
 
 def test_a_run_that_ended_in_its_warm_up_is_told():
-    (sentence,) = doubts(TRAINED | {"steps": 56})
+    (sentence,) = run_warnings(TRAINED | {"steps": 56})
     assert "56 steps" in sentence
     assert "100" in sentence
-    assert doubts(TRAINED | {"steps": 100})
-    assert not doubts(TRAINED | {"steps": 101})
-    assert not doubts({"steps": 1, "training": {"warmup": 0}})
+    assert run_warnings(TRAINED | {"steps": 100})
+    assert not run_warnings(TRAINED | {"steps": 101})
+    assert not run_warnings({"steps": 1, "training": {"warmup": 0}})
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_run_that_ended_in_its_warm_up_is_told():
     [{}, {"steps": "many", "training": 3}, {"first_quarter_loss": None}, {"steps": True, "training": {"warmup": 9}}],
 )
 def test_notes_that_say_nothing_raise_no_doubt(notes):
-    assert doubts(notes) == []
+    assert run_warnings(notes) == []
 
 
 def test_the_end_is_the_mean_of_the_last_hundred_steps(tmp_path):

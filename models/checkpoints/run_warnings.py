@@ -9,7 +9,7 @@ from typing import Any
 LEARNED = 0.3
 
 
-def doubts(notes: Mapping[str, Any]) -> list[str]:
+def run_warnings(notes: Mapping[str, Any]) -> list[str]:
     """Sentences for the user; none where nothing is wrong, or the notes of a checkpoint do not say.
 
     Read are `steps` and `training.warmup` (int), and `first_quarter_loss` (float): the mean squared error of the noise

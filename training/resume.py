@@ -10,7 +10,7 @@ from mdps.training.config import NETWORKS, TrainingConfig
 from mdps.training.folder import CONFIG, check_folder
 
 
-def begun(
+def resumed_settings(
     out: Path,
     *,
     recipe: str | None = None,
