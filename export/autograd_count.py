@@ -16,7 +16,7 @@ VIEWS = ("alias", "detach", "getitem", "lift_fresh_copy")
 
 
 def autograd_operations(network: UNet, oracle: Oracle, size: tuple[int, int]) -> dict[str, int]:
-    """Core ATen operations of one guided step with the gradient by autograd, by kind, most frequent first.
+    """Count core ATen operations of one guided step with the gradient by autograd, by kind, most frequent first.
 
     The step is the oracle's, on one image of `size` (H, W), traced without computing anything; a network that predicts
     v or x0 is counted as if it predicted eps. These are what torch's exporter would turn into nodes, one or more each.

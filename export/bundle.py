@@ -56,7 +56,7 @@ def export_bundle(
     force: bool = False,
     say: Say = lambda _: None,
 ) -> Path:
-    """Writes the bundle of a checkpoint to folder `out` (default: beside it, with the suffix .bundle) and returns it.
+    """Write the bundle of a checkpoint to folder `out` (default: beside it, with the suffix .bundle) and return it.
 
     `force` replaces an existing folder; `say` is told what is going on. Raises CheckpointError or UsageError for what
     the user can mend, ParityError where the graphs do not compute what the torch oracle does: then nothing is written.
@@ -149,7 +149,7 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
 
 
 def _engines(options: ExportOptions) -> tuple[str, ...]:
-    """What the bundle is compared on, ONNX Runtime first; raises for an engine that is asked for and is not there."""
+    """Return the engines to compare on, ONNX Runtime first; raise for an engine that is asked for and is not there."""
     there = [name for name in installed() if name not in OWN_FILES or name == options.backend]
     for name in options.engines or ():
         require(name not in OWN_FILES or name == options.backend, f"--engines {name} needs --backend {name} too")

@@ -29,7 +29,7 @@ from mdps.runtime.schedule import Step, plan_steps
 
 
 def compose(bundle: Path, detector: Detector) -> ModelProto:
-    """The graph of the bundle that `detector` was loaded from, with its calibration.
+    """Build the graph of the bundle that `detector` was loaded from, with its calibration.
 
     `image` uint8 [height, width, 3] of any size -> `anomaly_map` float32 [H, W] of the network's size, `anomaly_score`
     float32 [], `verdict` bool [] (true: fail), `threshold` float32 [].
@@ -74,7 +74,7 @@ class _Composer:
     _graphs: dict[str, GraphProto] = field(default_factory=dict)
 
     def outputs(self, image: str) -> tuple[str, str, str, str]:
-        """Names of anomaly_map, anomaly_score, verdict, threshold for a uint8 picture [H, W, 3]."""
+        """Return the names of anomaly_map, anomaly_score, verdict, threshold for a uint8 picture [H, W, 3]."""
         height, width = self.manifest.preprocessing.network_size
         y = observation(self.add, image, self.manifest.preprocessing)
         features = self._features(y)
@@ -100,7 +100,7 @@ class _Composer:
         return self.add.splice(graph, {"image": y}, [output.name for output in graph.output])
 
     def _passes(self, plans: Sequence[_Plan], y: str, features: dict[str, str], carried: list[str]) -> list[str]:
-        """Passes of one kind, all guided or all plain, each under the mask of the one before."""
+        """Run passes of one kind, all guided or all plain, each under the mask of the one before."""
         numbers = _Numbers(self.add, self.manifest, plans)
 
         def write(body: Merger, index: str, current: list[str]) -> list[str]:
@@ -112,7 +112,7 @@ class _Composer:
         return self.add.loop(self.add.scalar(len(plans), np.int64), carried, write, own_constants=False)
 
     def _sample(self, add: Merger, numbers: "_Numbers", pass_index: str, y: str, mask: str) -> str:
-        """Algorithm 1; float32 [N_s, 3, H, W]."""
+        """Run Algorithm 1; float32 [N_s, 3, H, W]."""
         graph = self._graph("guided_step" if numbers.guided else "plain_step")
         start, z = numbers.of_pass(add, "start", pass_index), numbers.of_pass(add, "z", pass_index)
         x_first = add("Add", add("Mul", y, numbers.of_pass(add, "signal", pass_index)), start)
@@ -139,7 +139,7 @@ class _Composer:
         return add.splice(self._graph("score"), feeds, ["anomaly_map", "anomaly_score", "mask"])
 
     def _verdict(self, anomaly_map: str, score: str) -> tuple[str, str, str]:
-        """(anomaly_score, verdict, threshold); a map that is not finite makes the score NaN and the verdict a fail."""
+        """Return (anomaly_score, verdict, threshold); a map that is not finite gives NaN and a fail."""
         add = self.add
         limit = add.scalar(float(np.finfo(np.float32).max), np.float32)
         finite = add("LessOrEqual", add("ReduceSum", add("Abs", anomaly_map), keepdims=0), limit)
@@ -181,11 +181,11 @@ class _Numbers:
         self._steps = {name: add.constant(value) for name, value in {**of_steps, "noise": np.stack(noises)}.items()}
 
     def of_pass(self, add: Merger, name: str, index: str) -> str:
-        """`signal`, `start` (the noise part of the first x_t), `z`, `offset` or `count` of a pass."""
+        """Return `signal`, `start` (the noise part of the first x_t), `z`, `offset` or `count` of a pass."""
         return add("Gather", self._passes[name], index, axis=0)
 
     def of_step(self, add: Merger, index: str) -> dict[str, str]:
-        """The scalars and the noise of a step, by the names of the step graph's inputs."""
+        """Return the scalars and the noise of a step, by the names of the step graph's inputs."""
         return {name: add("Gather", stacked, index, axis=0) for name, stacked in self._steps.items()}
 
 
@@ -214,7 +214,7 @@ def _cut(add: Merger, image: str, start: tuple[int, int], size: tuple[int, int])
 
 
 def _not_above(threshold: float) -> NDArray[np.float32]:
-    """The largest float32 not above it: a float32 score exceeds the one exactly where it exceeds the other."""
+    """Return the largest float32 not above it: a float32 score exceeds the one exactly where it exceeds the other."""
     single = np.float32(threshold)
     return np.asarray(single if single <= threshold else np.nextafter(single, np.float32(-np.inf)))
 

@@ -15,7 +15,7 @@ from mdps.runtime.manifest import Manifest
 
 
 def emulate(model: ModelProto) -> ModelProto:
-    """The same graph with float32 for bfloat16; casts to bfloat16 and back stand where a value is rounded."""
+    """Return the same graph with float32 for bfloat16; casts to bfloat16 and back stand where a value is rounded."""
     half = set()
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.BFLOAT16:
@@ -37,7 +37,7 @@ def emulate(model: ModelProto) -> ModelProto:
 
 
 def _rounded(node: NodeProto, index: int) -> list[NodeProto]:
-    """Renames the output to its unrounded value, and returns the nodes that give the rounded one its name."""
+    """Rename the output to its unrounded value, and return the nodes that give the rounded one its name."""
     name = node.output[index]
     node.output[index] = f"{name}.exact"
     return [
@@ -47,7 +47,7 @@ def _rounded(node: NodeProto, index: int) -> list[NodeProto]:
 
 
 def emulated_bundle(folder: Path, manifest: Manifest, out: Path) -> None:
-    """Fills folder `out` with the bundle's graphs under their names, emulated where they are bfloat16."""
+    """Fill folder `out` with the bundle's graphs under their names, emulated where they are bfloat16."""
     for name in manifest.files:
         if not name.endswith(".onnx"):
             shutil.copy(folder / name, out / name)

@@ -9,12 +9,12 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 
 def parseable(path: Path) -> ModelProto:
-    """The graph in `path`, its large weights still in the file beside it, without operators the parser refuses."""
+    """Return the graph in `path`, large weights left in their file, without operators the parser refuses."""
     return without_layer_statistics(onnx.load(path, load_external_data=False))
 
 
 def without_layer_statistics(model: ModelProto) -> ModelProto:
-    """Replaces layer norms over the last axis whose mean or deviation is read: the parser takes one output only."""
+    """Replace layer norms over the last axis whose mean or deviation is read: the parser takes one output only."""
     read = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
     nodes: list[NodeProto] = []
     for node in model.graph.node:

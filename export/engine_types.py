@@ -17,7 +17,7 @@ IN_FLOAT = ("softmax", "normalization")
 
 
 def check_network(library: Any, network: Any, precision: str, path: Path) -> Types:
-    """Counts layers of a parsed network by the type of their result; BackendError for one of a wrong type.
+    """Count layers of a parsed network by the type of their result; BackendError for one of a wrong type.
 
     A strongly typed network binds the builder, so what is right here cannot change in the engine.
     """
@@ -34,7 +34,7 @@ def check_network(library: Any, network: Any, precision: str, path: Path) -> Typ
 
 
 def engine_types(library: Any, log: Any, plan: bytes, precision: str, path: Path) -> Types | None:
-    """The same of the built engine by its inspector, see `inspected_types`; the card the plan is for must be there."""
+    """Count those of the built engine (see `inspected_types`); the card the plan is for must be there."""
     engine = library.Runtime(log).deserialize_cuda_engine(plan)
     if engine is None:
         reason = log.errors[-1] if log.errors else "the library gives no reason"
@@ -44,7 +44,7 @@ def engine_types(library: Any, log: Any, plan: bytes, precision: str, path: Path
 
 
 def inspected_types(text: str, precision: str, path: Path) -> Types | None:
-    """Counts the layers in an inspector's JSON by the type of their result; BackendError for a product of a wrong type.
+    """Count the layers in an inspector's JSON by the type of their result; BackendError for a product of a wrong type.
 
     None where no convolution can be seen, as in engines that are one fused layer: then the network is what binds. The
     input of a convolution counts, for a cast may be fused into its result.
@@ -62,13 +62,13 @@ def inspected_types(text: str, precision: str, path: Path) -> Types | None:
 
 
 def _type(tensor: dict[str, Any]) -> str:
-    """ "Half" of {"Datatype": "Half"}, or of an older {"Format/Datatype": "Channel major FP16 format .."}."""
+    """Return "Half" of {"Datatype": "Half"}, or of an older {"Format/Datatype": "Channel major FP16 format .."}."""
     text = str(tensor.get("Datatype") or tensor.get("Format/Datatype") or "unknown")
     return next((name for old, name in _OLD_FORMATS.items() if old in text), text)
 
 
 def _tensors(layer: Any) -> list[Any]:
-    """A layer's data input and its result."""
+    """Return a layer's data input and its result."""
     return [tensor for tensor in (layer.get_input(0), layer.get_output(0)) if tensor is not None]
 
 

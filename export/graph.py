@@ -30,7 +30,7 @@ class WeightStore:
         self._end = 0
 
     def place(self, data: bytes) -> tuple[int, int]:
-        """(offset, length) of the bytes in the file, appended if they are new."""
+        """Return (offset, length) of the bytes in the file, appended if they are new."""
         key = hashlib.sha256(data).hexdigest()
         if key not in self._places:
             offset = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -69,7 +69,7 @@ def trace(
 
 
 def _tidy(model: ModelProto, axes: Mapping[str, Sequence[str]]) -> ModelProto:
-    """Drops what the exporter notes for itself (source paths among it) and gives dynamic axes readable names."""
+    """Drop what the exporter notes for itself (source paths among it) and give dynamic axes readable names."""
     symbols = {}
     for value in model.graph.input:
         for index, name in enumerate(axes.get(value.name, ())):
@@ -94,7 +94,7 @@ def _tidy(model: ModelProto, axes: Mapping[str, Sequence[str]]) -> ModelProto:
 
 
 def write(model: ModelProto, path: Path, weights: WeightStore) -> None:
-    """Writes the graph with its large constants moved to the weight store beside it, and checks it."""
+    """Write the graph with its large constants moved to the weight store beside it, and check it."""
     for tensor in model.graph.initializer:
         data = onnx.numpy_helper.to_array(tensor).tobytes()
         if len(data) >= INLINE_BYTES:
@@ -114,13 +114,13 @@ def _externalise(tensor: TensorProto, location: str, offset: int, length: int) -
 
 
 def count_nodes(model: ModelProto) -> dict[str, int]:
-    """Nodes by kind, most frequent first."""
+    """Count nodes by kind, most frequent first."""
     return dict(Counter(node.op_type for node in model.graph.node).most_common())
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters print progress and warnings about their own internals; the user's terminal is for our messages."""
+    """Silence an exporter's progress and warnings about its own internals: the terminal is for our messages."""
     level = logging.getLogger("torch.onnx").level
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ GROUPED = Grouped()
 
 
 def prepare_input_gradients(network: nn.Module, subpixel: bool = False) -> nn.Module:
-    """Stores beside each stride-1 convolution the weight of its input gradient: in and out swapped, flipped.
+    """Store beside each stride-1 convolution the weight of its input gradient: in and out swapped, flipped.
 
     With `subpixel` also beside those of stride 2, whose gradient then needs no transposed convolution.
     """
@@ -36,7 +36,7 @@ def prepare_input_gradients(network: nn.Module, subpixel: bool = False) -> nn.Mo
 
 
 def _subpixel(weight: Tensor) -> Tensor:
-    """[O, C, 3, 3] of stride 2 -> [4 C, O, 2, 2]: a filter for each of the four kinds of pixels that the stride makes.
+    """Turn [O, C, 3, 3] of stride 2 to [4 C, O, 2, 2]: a filter for each of the four kinds of pixels of the stride.
 
     Along one axis, pixel 2 q of the padded input was seen by tap 0 of output q and tap 2 of q - 1, pixel 2 q + 1 by
     tap 1 of q.
@@ -53,7 +53,7 @@ def block_type(network: UNet) -> torch.dtype:
 
 
 def linearize(network: UNet, x: Tensor, timestep: Tensor, norms: NormForm = GROUPED) -> Linear:
-    """x [B, C, H, W], timestep [] -> (output, pullback). The network went through `prepare_input_gradients`.
+    """Return (output, pullback) at x [B, C, H, W], timestep []. The network went through `prepare_input_gradients`.
 
     x, the output and both ends of the pullback are float32, whatever the blocks compute in. A pullback that is not
     called costs nothing in a recorded graph.
@@ -141,13 +141,13 @@ def _res_block(form: NormForm, block: ResBlock, x: Tensor, emb: Tensor) -> Linea
 
 
 def _channels(vector: Tensor | None, x: Tensor) -> Tensor:
-    """[C] -> broadcastable over [B, C, ...]."""
+    """Make [C] broadcastable over [B, C, ...]."""
     assert vector is not None
     return vector.reshape(-1, *[1] * (x.dim() - 2))
 
 
 def _norm(form: Norm, norm: nn.Module, x: Tensor, time: tuple[Tensor, Tensor] | None = None) -> Linear:
-    """Group norm as `form` writes it; `time` is (factor, shift), both [1, C, 1, 1], applied to its result.
+    """Apply group norm as `form` writes it; `time` is (factor, shift), both [1, C, 1, 1], applied to its result.
 
     In float32, its parameters too: squares of half-precision values overflow, and their mean loses its last digits.
     """
@@ -175,7 +175,7 @@ def _conv(conv: nn.Module, x: Tensor) -> Linear:
 
 
 def _spread(conv: nn.Conv2d, g: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient at the input, of this shape, of a convolution with stride 2; see `_subpixel`."""
+    """Return the gradient at the input, of this shape, of a convolution with stride 2; see `_subpixel`."""
     pixels = F.pixel_shuffle(F.conv2d(g, conv.get_buffer("input_gradient_weight"), padding=1), 2)
     first = int(conv.padding[0])
     return pixels[:, :, first : first + shape[2], first : first + shape[3]]
@@ -232,7 +232,7 @@ def _attention(form: NormForm, block: AttentionBlock, x: Tensor) -> Linear:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    """softmax_s(q_t k_s) v_s, as q, k and v [B, heads, C / heads, L]; its pullback gives the gradients of all three."""
+    """Return softmax_s(q_t k_s) v_s, [B, heads, C / heads, L] as q, k, v, and a pullback to all three."""
     weights = torch.softmax((q.transpose(-1, -2) @ k).float(), dim=-1).to(q.dtype)
     # The weights, the largest matrix of the block, are never the factor that an engine has to turn round or pack.
     attended = (weights @ v.transpose(-1, -2)).transpose(-1, -2)
@@ -247,17 +247,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Callable[[Tensor],
 
 
 def _heads(form: NormForm, tensor: Tensor) -> Sequence[Tensor]:
-    """The heads of [B, heads, C / heads, L] one by one where the engine wants them apart, else all as one."""
+    """Return the heads of [B, heads, C / heads, L] one by one where the engine wants them apart, else all as one."""
     return torch.split(tensor, 1, dim=1) if form.heads_apart else (tensor,)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `_heads`."""
+    """Join what `_heads` gave."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _join_heads(q: Tensor, k: Tensor, v: Tensor, new_order: bool) -> Tensor:
-    """Inverse of `split_heads`."""
+    """Join what `split_heads` gave."""
     batch, _, _, length = q.shape
     if new_order:
         return torch.cat([part.reshape(batch, -1, length) for part in (q, k, v)], dim=1)

@@ -21,13 +21,13 @@ class Merger:
     _counter: Iterator[int] = field(default_factory=lambda: count(1))
 
     def inside(self, *, own_constants: bool) -> "Merger":
-        """A merger for the body of a loop: other nodes, no name twice; constants of its own, or this one's."""
+        """Return a merger for the body of a loop: other nodes, no name twice; constants of its own, or this one's."""
         if own_constants:
             return Merger(_counter=self._counter)
         return Merger([], self.initializers, self._constants, self._counter)
 
     def loop(self, trips: str, carried: Sequence[str], write: "WriteBody", *, own_constants: bool) -> list[str]:
-        """A Loop over float32 `carried` values; `write(body, index, carried)` returns the names of the next ones."""
+        """Add a Loop over float32 `carried` values; `write(body, index, carried)` returns the names of the next."""
         body = self.inside(own_constants=own_constants)
         index, condition, *current = (self._fresh(stem) for stem in ("index", "condition", *carried))
         following = write(body, index, current)
@@ -56,11 +56,11 @@ class Merger:
         return self._share(numpy_helper.from_array(value.copy(order="C")))
 
     def scalar(self, value: float, dtype: Any) -> str:
-        """`constant` of shape []."""
+        """Return `constant` of shape []."""
         return self.constant(np.asarray(value, dtype=dtype))
 
     def shape(self, *lengths: int) -> str:
-        """`constant` int64 [n]: a shape, axes, or bounds of a slice."""
+        """Return `constant` int64 [n]: a shape, axes, or bounds of a slice."""
         return self.constant(np.asarray(lengths, dtype=np.int64))
 
     def splice(self, graph: GraphProto, feeds: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
@@ -102,7 +102,7 @@ def _values(names: Iterable[str], types: Iterable[int]) -> list[ValueInfoProto]:
 
 
 def _needed(graph: GraphProto, outputs: Iterable[str]) -> list[NodeProto]:
-    """The nodes on which `outputs` depend, in the graph's order."""
+    """Return the nodes on which `outputs` depend, in the graph's order."""
     needed, nodes = set(outputs), []
     for node in reversed(graph.node):
         if needed.intersection(node.output):
@@ -112,7 +112,7 @@ def _needed(graph: GraphProto, outputs: Iterable[str]) -> list[NodeProto]:
 
 
 def _reads(node: NodeProto) -> set[str]:
-    """Names a node takes, those its subgraphs take from around them included."""
+    """Return the names a node takes, those its subgraphs take from around them included."""
     inner = (reads for graph in _subgraphs(node) for part in graph.node for reads in _reads(part))
     return {*node.input, *inner, *(value.name for graph in _subgraphs(node) for value in graph.output)}
 
@@ -122,7 +122,7 @@ def _subgraphs(node: NodeProto) -> list[GraphProto]:
 
 
 def _renamed(node: NodeProto, names: Mapping[str, str], prefix: str) -> NodeProto:
-    """A copy under other names; a subgraph's own names stay, since no other graph sees them."""
+    """Return a copy under other names; a subgraph's own names stay, since no other graph sees them."""
     copy = NodeProto()
     copy.CopyFrom(node)
     copy.name = f"{prefix}/{node.name}" if node.name else ""

@@ -21,14 +21,14 @@ Size = tuple[int, int]
 
 
 def ddim(size: Size) -> Settings:
-    """Denoising without guidance or mask: the baseline of the paper's ablation, with its score (Song et al. 2021)."""
+    """Denoise without guidance or mask: the baseline of the paper's ablation, with its score (Song et al. 2021)."""
     base = paper_settings(size)
     first = replace(base.sampler.first_pass, guidance_scale=0.0)
     return replace(base, mode="ddim", sampler=replace(base.sampler, first_pass=first, masked_pass=None))
 
 
 def ddad(size: Size) -> Settings:
-    """DDAD (Mousakhan et al. 2023, arXiv:2305.15956), numbers of the authors' config.yaml (github.com/arimousa/DDAD).
+    """Follow DDAD (Mousakhan et al. 2023, arXiv:2305.15956), config.yaml of github.com/arimousa/DDAD.
 
     T = 250 in steps of 25, eta 1, v 1; w = 4 is the median of their README's fifteen values for MVTec AD (0 to 11).
     Their Gaussian of 4 pixels at 256 is scaled to `size`; the image score is the map's maximum.
@@ -46,7 +46,7 @@ def ddad(size: Size) -> Settings:
 
 
 def anoddpm(size: Size) -> Settings:
-    """AnoDDPM (Wyatt et al. 2022): T = 250 and every step back, squared difference of the pixels.
+    """Follow AnoDDPM (Wyatt et al. 2022): T = 250 and every step back, squared difference of the pixels.
 
     The noise is what the checkpoint was trained on; theirs is simplex noise (github.com/Julian-Wyatt/AnoDDPM).
     """
@@ -59,7 +59,7 @@ def anoddpm(size: Size) -> Settings:
 
 
 def autoddpm(size: Size) -> Settings:
-    """AutoDDPM (Bercea et al. 2023, arXiv:2305.19643), numbers of autoddpm.yaml (github.com/ci-ber/autoDDPM).
+    """Follow AutoDDPM (Bercea et al. 2023, arXiv:2305.19643), autoddpm.yaml of github.com/ci-ber/autoDDPM.
 
     T = 200 and every step back; a mask at 0.13; the stitched image to T = 50 and back, each step made five times.
     """
@@ -80,7 +80,7 @@ METHODS: dict[str, Callable[[Size], Settings]] = {
 
 
 def method(name: str, size: Size) -> Settings:
-    """Settings of a method by its name, for a network of `size` (H, W); UsageError with the known names otherwise."""
+    """Return the settings of a method for a network of `size` (H, W); UsageError that lists the known names."""
     if name not in METHODS:
         raise UsageError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
     return METHODS[name](size)

@@ -24,7 +24,7 @@ _UUID = b"00000000-0000-0000-0000-000000000000"
 
 
 def check_library() -> None:
-    """BackendError where MNN or its converter is not installed."""
+    """Raise BackendError where MNN or its converter is not installed."""
     load_library()
     found = subprocess.run([sys.executable, "-c", "import _tools"], capture_output=True, check=False)
     if found.returncode:
@@ -32,7 +32,7 @@ def check_library() -> None:
 
 
 def write_mnn(model: ModelProto, path: Path) -> None:
-    """Writes the graph, whose batch becomes one image, to `path` and its weights beside it.
+    """Write the graph, whose batch becomes one image, to `path` and its weights beside it.
 
     Equal models give equal files: the random name that the converter gives each is replaced. BackendError where it
     does not convert.

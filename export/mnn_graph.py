@@ -21,7 +21,7 @@ _SMALL = 64  # pixels, up to which a transposed convolution takes about as long
 
 
 def for_mnn(model: ModelProto) -> ModelProto:
-    """A rewritten copy of a graph from `tracer.record`, with the shapes inside: the converter asks for some of them."""
+    """Rewrite a copy of a graph from `tracer.record`, with the shapes inside: the converter asks for some."""
     graph = _Graph(model)
     graph.compute_weights()
     graph.convolve()
@@ -47,13 +47,13 @@ class _Graph:
         self._producers = {name: node for node in graph.node for name in node.output}
 
     def finished(self) -> ModelProto:
-        """The model, checked by inferring all shapes again."""
+        """Return the model, checked by inferring all shapes again."""
         del self._model.graph.initializer[:]
         self._model.graph.initializer.extend(self._constants.values())
         return onnx.shape_inference.infer_shapes(without_dead_ends(self._model), data_prop=True)
 
     def compute_weights(self) -> None:
-        """Constant weights become a sum with nought times an input, which no optimiser takes for a constant."""
+        """Add nought times an input to constant weights, so that no optimiser takes them for constants."""
         computed: dict[tuple[tuple[int, ...], bytes], str] = {}
         before: list[NodeProto] = []
         for node in self._model.graph.node:
@@ -74,7 +74,7 @@ class _Graph:
             self._model.graph.node.insert(0, node)
 
     def convolve(self) -> None:
-        """Constant [M, K] times [1, K, L]."""
+        """Turn products of a constant [M, K] and [1, K, L] into convolutions."""
         for node in self._model.graph.node:
             if node.op_type != "MatMul" or node.input[0] not in self._constants:
                 continue
@@ -85,7 +85,7 @@ class _Graph:
                 node.attribute.append(helper.make_attribute("kernel_shape", [1]))
 
     def multiply(self) -> None:
-        """Products of [1, .., M, K] and [1, .., K, N], and what follows them up to the next, on matrices [M, N]."""
+        """Put products of [1, .., M, K] and [1, .., K, N], and what follows up to the next, on matrices [M, N]."""
         nodes: list[NodeProto] = []
         for node in self._model.graph.node:
             if node.op_type == "MatMul" and all(self._is_matrix(name) for name in node.input):
@@ -124,7 +124,7 @@ class _Graph:
         return [*nodes, self._shaped(node.output[0], product)]
 
     def _is_product_less_column(self, node: NodeProto) -> bool:
-        """A^T B - c, as in the rule of the softmax."""
+        """Return whether it is A^T B - c, as in the rule of the softmax."""
         product = self._producers.get(node.input[0])
         if product is None or product.op_type != "MatMul" or node.input[0] not in self._matrices:
             return False
@@ -133,7 +133,7 @@ class _Graph:
         return first and not second and self._shapes.get(node.input[1], ())[-2:] == (rows, 1)
 
     def _one_more_term(self, node: NodeProto) -> list[NodeProto]:
-        """c is one more row of A, with a row of -1 in B: a product is cheaper than a pass over a large matrix."""
+        """Make c one more row of A, with a row of -1 in B: a product is cheaper than a pass over a large matrix."""
         (first, _), (second, _) = (self._factor(factor) for factor in self._producers[node.input[0]].input)
         nodes: list[NodeProto] = []
         rows, columns = self._shapes[node.output[0]][-2:]
@@ -154,7 +154,7 @@ class _Graph:
         return [*nodes, self._shaped(node.output[0], result)]
 
     def _matrix(self, name: str, nodes: list[NodeProto]) -> str:
-        """The value [1, .., M, N] as [M, N]."""
+        """Return the value [1, .., M, N] as [M, N]."""
         if name not in self._matrices:
             self._matrices[name] = f"{name}_as_matrix"
             nodes.append(_node("Reshape", [name, self._shape(self._shapes[name][-2:])], self._matrices[name]))
@@ -177,7 +177,7 @@ class _Graph:
         return (producer.input[0], True) if order == [*range(last - 1), last, last - 1] else (name, False)
 
     def transpose_small_convolutions(self) -> None:
-        """[O, C, 3, 3] with stride and padding 1 over an image of few pixels."""
+        """Turn convolutions [O, C, 3, 3] of stride and padding 1 over few pixels into transposed ones."""
         for node in self._model.graph.node:
             weights = self._constants.get(node.input[1]) if node.op_type == "Conv" else None
             if weights is None or list(weights.dims[2:]) != [3, 3]:

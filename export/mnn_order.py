@@ -20,7 +20,7 @@ _INPUTS, _NAME, _OUTPUTS = 0, 3, 4
 
 
 def reordered(content: bytes, ranks: Mapping[str, int]) -> bytes:
-    """The file with each operation as early as its rank, by name, and its inputs allow.
+    """Return the file with each operation as early as its rank, by name, and its inputs allow.
 
     Operations without a rank, which the converter added, come right before the first that needs them. BackendError
     for a file that is not as expected.
@@ -43,7 +43,7 @@ def reordered(content: bytes, ranks: Mapping[str, int]) -> bytes:
 
 
 def _order(needs: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], ranks: Sequence[int | None]) -> list[int]:
-    """Indices of the operations: always the one of the lowest rank of those whose inputs are there."""
+    """Return the indices of the operations: always the one of the lowest rank of those whose inputs are there."""
     makers = {tensor: index for index, tensors in enumerate(makes) for tensor in tensors}
     sources = [{makers[tensor] for tensor in tensors if tensor in makers} for tensors in needs]
     users: list[list[int]] = [[] for _ in needs]
@@ -69,12 +69,12 @@ def _order(needs: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], ranks
 
 
 def _table(data: bytearray, slot: int) -> int:
-    """Where the table begins whose offset lies in the slot."""
+    """Return where the table begins whose offset lies in the slot."""
     return slot + int(struct.unpack_from("<I", data, slot)[0])
 
 
 def _field(data: bytearray, table: int, index: int) -> int:
-    """Where the field of a table lies; 0 if it is not there."""
+    """Return where the field of a table lies; 0 if it is not there."""
     described = table - int(struct.unpack_from("<i", data, table)[0])
     if 4 + 2 * index >= struct.unpack_from("<H", data, described)[0]:
         return 0
@@ -83,7 +83,7 @@ def _field(data: bytearray, table: int, index: int) -> int:
 
 
 def _elements(data: bytearray, slot: int) -> list[int]:
-    """Where the elements, of four bytes each, of the vector lie whose offset lies in the slot."""
+    """Return where the elements, of four bytes each, of the vector lie whose offset lies in the slot."""
     if not slot:
         return []
     start = _table(data, slot)

@@ -27,10 +27,10 @@ class NormForm(Protocol):
     """Whether attention's heads are products of their own and not a batch of products."""
 
     def __call__(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor) -> Linear:
-        """h = gamma x_hat + beta, and its pullback."""
+        """Return h = gamma x_hat + beta, and its pullback."""
 
     def silu(self, norm: nn.GroupNorm, x: Tensor, gamma: Tensor, beta: Tensor, shift: Tensor | None = None) -> Linear:
-        """h sigmoid(h) of the same h, or of that of x + shift, and its pullback to x."""
+        """Return h sigmoid(h) of the same h, or of that of x + shift, and its pullback to x."""
 
 
 class Grouped:
@@ -100,7 +100,7 @@ class _Statistics:
         self.factor = gamma * self.rstd
 
     def _by_group(self, means: Tensor) -> Tensor:
-        """[B, C, 1, ..] -> the same with every value the mean of its group: two small products, no reduction."""
+        """Return [B, C, 1, ..] with every value the mean of its group: two small products, no reduction."""
         channels = means.shape[1]
         member = torch.kron(torch.eye(self.groups), torch.ones(1, channels // self.groups)).to(means.dtype)
         averaging = member.t() * (self.groups / channels)
@@ -164,7 +164,7 @@ class _Centred:
         return _scaled(g, self.factor, minus_mean / self.std) + _scaled(self.values, inner)
 
     def _by_group(self, means: Tensor, factor: float, added: float = 0.0) -> Tensor:
-        """[1, C, 1, 1] -> the same with every value the mean of its group, times `factor`, and something added."""
+        """Return [1, C, 1, 1] with every value the mean of its group, times `factor`, and something added."""
         member = torch.kron(torch.eye(self.groups), torch.ones(means.shape[1] // self.groups, 1)).to(means.dtype)
         averaging = member.t() * (factor * self.groups / len(member))
         bias = torch.full((len(member),), added) if added else None
@@ -174,12 +174,12 @@ class _Centred:
 
 
 def _scaled(x: Tensor, factor: Tensor, shift: Tensor | None = None) -> Tensor:
-    """x [1, C, H, W] * factor + shift, both with one value a channel."""
+    """Return x [1, C, H, W] * factor + shift, both with one value a channel."""
     channels = x.shape[1]
     weight = factor.reshape(channels, 1, 1, 1)
     return F.conv2d(x, weight, None if shift is None else shift.reshape(channels), groups=channels)
 
 
 def _per_channel(x: Tensor) -> list[int]:
-    """Shape of one value a channel, over x [B, C, ...]."""
+    """Return the shape of one value a channel, over x [B, C, ...]."""
     return [1, x.shape[1], *[1] * (x.dim() - 2)]

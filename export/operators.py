@@ -99,7 +99,7 @@ def _reshape(g: Graph, out: Sequence[Tensor], x: Tensor, *_: Any) -> list[str]:
 
 
 def _shape(g: Graph, old: list[int], new: list[int]) -> str:
-    """The shape of a reshape whose leading axes are dynamic: copied, joined, or taken apart again."""
+    """Return the shape of a reshape whose leading axes are dynamic: copied, joined, or taken apart again."""
     if old and new and old[0] == new[0]:
         return g.integers([0, *new[1:]])
     if len(old) > 1 and new[0] == old[0] * old[1]:  # samples of all images in one row
@@ -235,7 +235,7 @@ def _pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> list[str]:
-    """torch lists (before, after) from the last axis backwards; ONNX all befores, then all afters."""
+    """Reorder: torch lists (before, after) from the last axis backwards, ONNX all befores, then all afters."""
     pairs = [(0, 0)] * (x.dim() - len(pad) // 2) + list(zip(pad[-2::-2], pad[::-2], strict=True))
     fill = [] if not value else [g.name(value, like=x)]
     return g.emit("Pad", [g.name(x), g.integers([b for b, _ in pairs] + [a for _, a in pairs]), *fill], mode=mode)
@@ -283,7 +283,7 @@ def _layer_norm(
 def _group_norm(
     g: Graph, out: Sequence[Tensor], x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float
 ) -> list[str]:  # fmt: skip
-    """Whole, as an instance norm over groups; the affine part has the channels back."""
+    """Write it whole, as an instance norm over groups; the affine part has the channels back."""
     grouped = g.emit("Reshape", [g.name(x), g.integers([0, groups, -1])])
     ones, zeros = (g.name(torch.full((groups,), value, dtype=x.dtype)) for value in (1.0, 0.0))
     normed = g.emit("InstanceNormalization", [*grouped, ones, zeros], epsilon=eps)

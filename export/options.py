@@ -159,16 +159,16 @@ class ExportOptions:
 
     @classmethod
     def of(cls, choices: Mapping[str, Any]) -> Self:
-        """From the options of `mdps export` by name, those of `LoadOptions` among them; None keeps a default."""
+        """Build from the options of `mdps export` by name, those of `LoadOptions` among them; None keeps a default."""
         return build(cls, choices)
 
     def preprocessing(self, trained: Preprocessing) -> Preprocessing:
-        """The way from a picture to the network: as in training, unless told otherwise."""
+        """Return the way from a picture to the network: as in training, unless told otherwise."""
         changed = trained if self.crop is None else replace(trained, crop=self.crop, crop_size=self.crop_size)
         return changed if self.roi is None else replace(changed, roi=self.roi)
 
     def settings(self, size: tuple[int, int], trained_noise: Literal["gaussian", "simplex"] = "gaussian") -> Settings:
-        """All settings for a network of `size` (H, W) that was trained on such noise."""
+        """Return all settings for a network of `size` (H, W) that was trained on such noise."""
         base = self._base(size)
         base = replace(base, sampler=replace(base.sampler, noise=self.noise or trained_noise))
         skip = base.sampler.first_pass.skip
@@ -227,5 +227,5 @@ class ExportOptions:
 
 
 def _given(base: T, **changes: object) -> T:
-    """`base` with those changes that are not None."""
+    """Return `base` with those changes that are not None."""
     return replace(base, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[type-var]

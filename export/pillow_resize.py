@@ -16,7 +16,7 @@ PRECISION_BITS = 22  # of Pillow's fixed-point coefficients for 8-bit pictures
 
 
 def resize(add: Merger, image: str, height: int, width: int) -> str:
-    """uint8 [H, W, 3] of any size to uint8 [height, width, 3]: the horizontal pass first, then the vertical."""
+    """Resize uint8 [H, W, 3] of any size to uint8 [height, width, 3]: the horizontal pass first, then the vertical."""
     lines = add("Reshape", image, add.shape(0, -1))
     # Matrices throughout: engines move the bytes of a transposed matrix fast, and those of [H, W, 3] slowly.
     columns = _shrink(add, add("Reshape", add("Transpose", lines, perm=[1, 0]), _tail(add, image)), width)
@@ -25,12 +25,12 @@ def resize(add: Merger, image: str, height: int, width: int) -> str:
 
 
 def _tail(add: Merger, image: str) -> str:
-    """The shape [W, -1]."""
+    """Return the shape [W, -1]."""
     return add("Concat", add("Gather", add("Shape", image), add.shape(1)), add.shape(-1), axis=0)
 
 
 def _shrink(add: Merger, matrix: str, size: int) -> str:
-    """One pass along the first axis: uint8 [L, M] to uint8 [size, M]."""
+    """Resize along the first axis: uint8 [L, M] to uint8 [size, M]."""
     taps, coefficients = _taps(add, add("Gather", add("Shape", matrix), add.shape(0)), size)
     sums = add("MatMulInteger", coefficients, add("Gather", matrix, taps))  # int32 [size, 3, M]
     high, middle, low = (add("Gather", sums, add.scalar(i, np.int64), axis=1) for i in range(3))
@@ -45,7 +45,7 @@ def _scaled(add: Merger, sums: str) -> str:
 
 
 def _taps(add: Merger, rows: str, size: int) -> tuple[str, str]:
-    """(int64 [size, K] rows of an output row, uint8 [size, 3, K] their coefficients as bytes, highest first)."""
+    """Return (int64 [size, K] rows of an output row, uint8 [size, 3, K] their coefficients as bytes, highest first)."""
     length = add("Cast", rows, to=TensorProto.DOUBLE)  # [1]
     scale = add("Div", length, _number(add, size))
     support = add("Max", scale, _number(add, 1))
@@ -65,7 +65,7 @@ def _taps(add: Merger, rows: str, size: int) -> tuple[str, str]:
 
 
 def _bytes(add: Merger, whole: str) -> str:
-    """Whole numbers below 2^24, double [size, K], as uint8 [size, 3, K]."""
+    """Split whole numbers below 2^24, double [size, K], as uint8 [size, 3, K]."""
     high = add("Floor", add("Mul", whole, _number(add, 2.0**-16)))
     rest = add("Sub", whole, add("Mul", high, _number(add, 2.0**16)))
     middle = add("Floor", add("Mul", rest, _number(add, 2.0**-8)))

@@ -28,7 +28,7 @@ class PrecisionError(BackendError):
 
 
 def in_precision(network: UNet, precision: str) -> UNet:
-    """A copy whose convolutions hold weights of that type; norms and the time embedding stay float32.
+    """Return a copy whose convolutions hold weights of that type; norms and the time embedding stay float32.
 
     The network itself for "fp32". A half one runs through `linearize`, not through its own forward.
     """
@@ -42,12 +42,12 @@ def in_precision(network: UNet, precision: str) -> UNet:
 
 
 def prepare(network: UNet, precision: str) -> nn.Module:
-    """`prepare_input_gradients` as the engines take it: TensorRT-RTX has no transposed convolution in bfloat16."""
+    """Run `prepare_input_gradients` as the engines take it: TensorRT-RTX has no transposed convolution in bfloat16."""
     return prepare_input_gradients(network, subpixel=precision == "bf16")
 
 
 def layer_errors(network: UNet, precision: str, x: Tensor, timestep: Tensor) -> LayerErrors:
-    """How far each layer's result is from float32's: {layer: {"forward": error, "gradient": error}}.
+    """Return how far each layer's result is from float32's: {layer: {"forward": error, "gradient": error}}.
 
     Layers are the convolutions and the projections of attention; x [B, C, H, W] float32, timestep []. An error is the
     largest difference over the largest value; "gradient" is that of the layer's input in the pullback of a random

@@ -47,7 +47,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Settings:
-    """Settings of a category, such as "mvtec/bottle"; UsageError with the known names otherwise."""
+    """Return the settings of a category, such as "mvtec/bottle"; UsageError that lists the known names."""
     if name not in PRESETS:
         raise UsageError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
     return PRESETS[name].settings()

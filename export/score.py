@@ -54,13 +54,13 @@ class Score(nn.Module):
         self, posterior_samples: Tensor, observation: Tensor, mask_lambda: Tensor, mask_low: Tensor, mask_high: Tensor,
         mask_frozen: Tensor, *observation_features: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """posterior_samples [B, N_s, 3, H, W]; the mask scalars [] -> anomaly_map, anomaly_score, mask."""
+        """Take posterior_samples [B, N_s, 3, H, W] and mask scalars []; return anomaly_map, anomaly_score, mask."""
         anomaly_map = self._smooth(self._difference(posterior_samples, observation, observation_features))
         mask = _mask(anomaly_map, mask_lambda, mask_low, mask_high, mask_frozen)
         return anomaly_map, self._image_score(anomaly_map), mask
 
     def _difference(self, samples: Tensor, observation: Tensor, observation_features: Sequence[Tensor]) -> Tensor:
-        """Eqn. 20 for every sample, averaged over samples (eqn. 21): [B, 1, H, W]."""
+        """Apply eqn. 20 for every sample, averaged over samples (eqn. 21): [B, 1, H, W]."""
         residual = (samples - observation.unsqueeze(1)).abs()
         if self.settings.pixel == "squared":
             residual = residual * residual
@@ -85,7 +85,7 @@ class Score(nn.Module):
         return total.reshape(batch, count, 1, height, width)
 
     def _pixel(self, residual: Tensor, feature: Tensor) -> Tensor:
-        """[B, N_s, 1, H, W]; "scaled" makes the largest pixel difference as large as the largest feature distance."""
+        """Return [B, N_s, 1, H, W]; "scaled" makes the largest difference equal the largest feature distance."""
         if self.settings.pixel != "scaled":
             return residual.sum(dim=2, keepdim=True)
         pixel = (residual * (0.5 / self.std)).mean(dim=2, keepdim=True)
@@ -106,7 +106,7 @@ class Score(nn.Module):
 
 
 def _mask(anomaly_map: Tensor, factor: Tensor, low: Tensor, high: Tensor, frozen: Tensor) -> Tensor:
-    """Eqn. 22; `frozen` > 0 takes the range given instead of the map's own."""
+    """Apply eqn. 22; `frozen` > 0 takes the range given instead of the map's own."""
     low = torch.where(frozen > 0, low, anomaly_map.amin(dim=(1, 2, 3), keepdim=True))
     high = torch.where(frozen > 0, high, anomaly_map.amax(dim=(1, 2, 3), keepdim=True))
     return (anomaly_map > low + factor * (high - low)).to(anomaly_map.dtype)

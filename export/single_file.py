@@ -120,7 +120,7 @@ def _compare(file: Path, detector: Detector) -> None:
 
 
 def _picture(detector: Detector, seed: int) -> NDArray[np.uint8]:
-    """Noise in stripes from top to bottom: whichever way an image library resizes first, they come out the same."""
+    """Return noise in stripes from top to bottom, the same whichever way an image library resizes first."""
     left, top, width, height = detector.preprocessing.roi or (0, 0, 75, 50)
     stripes = np.random.RandomState(seed).randint(0, 256, (1, left + width, 3), dtype=np.uint8)
     return np.repeat(stripes, top + height, axis=0)

@@ -24,7 +24,7 @@ class StepRules:
 
 
 def eps_coefficients(prediction: Prediction, alpha: Tensor) -> tuple[Tensor | float, Tensor | float]:
-    """(p, q) with eps = p x_t + q output: what the network predicts, turned into the noise."""
+    """Return (p, q) with eps = p x_t + q output: what the network predicts, turned into the noise."""
     if prediction == "v":  # Salimans & Ho, 2022: v = sqrt(a) eps - sqrt(1 - a) x0
         return torch.sqrt(1 - alpha), torch.sqrt(alpha)
     if prediction == "x0":
@@ -59,7 +59,7 @@ class Denoiser(nn.Module):
 
 
 def residual_direction(residual: Tensor, norm: str) -> Tensor:
-    """Gradient of ||r|| (l2; zero where r = 0) or of ||r||^2 (squared) with respect to r, per image: [B, C, H, W]."""
+    """Return the gradient of ||r|| (l2; zero where r = 0) or ||r||^2 (squared) by r, per image: [B, C, H, W]."""
     if norm == "squared":
         return 2.0 * residual
     length = torch.sqrt((residual * residual).sum(dim=(1, 2, 3), keepdim=True))
@@ -67,7 +67,7 @@ def residual_direction(residual: Tensor, norm: str) -> Tensor:
 
 
 def keep_normal(mask: Tensor, sample: Tensor, known: Tensor) -> Tensor:
-    """`sample` where the mask is 1, `known` where it is 0."""
+    """Return `sample` where the mask is 1, `known` where it is 0."""
     return known + mask * (sample - known)
 
 
@@ -87,7 +87,7 @@ class PlainStep(nn.Module):
         return self._update(x, observation, mask, noise, eps, alpha_t, alpha_s, sigma_t), eps
 
     def _known_noised(self, x: Tensor, y: Tensor, mask: Tensor, z: Tensor | None, alpha: Tensor) -> Tensor:
-        """The observation under noise z in the place of x_t outside the mask; whose z it is, the sampler says."""
+        """Replace x_t outside the mask by the observation under noise z; whose z it is, the sampler says."""
         if self.rules.mask_rule == "blend" or z is None:
             return x
         return keep_normal(mask, x, torch.sqrt(alpha) * y + torch.sqrt(1 - alpha) * z)
@@ -96,7 +96,7 @@ class PlainStep(nn.Module):
         self, x: Tensor, y: Tensor, mask: Tensor, noise: Tensor, eps: Tensor, alpha_t: Tensor, alpha_s: Tensor,
         sigma: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Algorithm 1, lines 7 to 11, of the paper; `eps` is eps_phi inside the mask."""
+        """Apply Algorithm 1, lines 7 to 11, of the paper; `eps` is eps_phi inside the mask."""
         if self.rules.mask_rule == "blend":
             eps = keep_normal(mask, eps, (x - torch.sqrt(alpha_t) * y) * torch.rsqrt(1 - alpha_t))
         x0 = (x - torch.sqrt(1 - alpha_t) * eps) * torch.rsqrt(alpha_t)
@@ -117,7 +117,7 @@ class GuidedStep(PlainStep):
         return self._update(x, observation, mask, noise, guided, alpha_t, alpha_s, sigma_t), eps, gradient
 
     def _guidance(self, x: Tensor, y: Tensor, timestep: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """eps and the gradient of ||x0_hat - y|| with respect to x_t: (u - sqrt(1 - a) J^T u) / sqrt(a).
+        """Return eps and the gradient of ||x0_hat - y|| with respect to x_t: (u - sqrt(1 - a) J^T u) / sqrt(a).
 
         DDAD pulls x_t towards y_t instead, the observation under the predicted noise: x_t - y_t = sqrt(a) (x0_hat - y).
         """
@@ -132,7 +132,7 @@ class GuidedStep(PlainStep):
         return eps, (u - torch.sqrt(1 - alpha) * self._pulled(pullback, u)) * torch.rsqrt(alpha)
 
     def _pulled(self, pullback: Pullback, u: Tensor) -> Tensor:
-        """J^T u. The values of a unit vector lie below what fp16 resolves, so it goes through half blocks enlarged."""
+        """Return J^T u. A unit vector lies below what fp16 resolves, so it goes through half blocks enlarged."""
         if block_type(self.denoiser.network) == torch.float32 or self.rules.guidance_norm != "l2":
             return pullback(u)
         scale = 2.0 ** round(

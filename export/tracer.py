@@ -71,15 +71,15 @@ class Tracer(TorchFunctionMode):
         return self._constant(torch.as_tensor(value, dtype=dtype), None)
 
     def batch(self) -> str:
-        """The number of images as an int64 vector of one, for shapes that must be taken apart."""
+        """Return the number of images as an int64 vector of one, for shapes that must be taken apart."""
         return self.emit("Shape", [self.batch_input], start=0, end=1)[0]
 
     def integers(self, values: Sequence[int]) -> str:
-        """An int64 constant vector (shapes, axes)."""
+        """Return an int64 constant vector (shapes, axes)."""
         return self._constant(torch.tensor(list(values), dtype=torch.int64), None)
 
     def emit(self, operator: str, inputs: Sequence[str], outputs: int = 1, **attributes: Any) -> list[str]:
-        """Adds a node and returns its outputs' names; an expression that was there before is not computed twice."""
+        """Add a node and return its outputs' names; an expression that was there before is not computed twice."""
         key = (operator, tuple(inputs), outputs, tuple(sorted((k, str(v)) for k, v in attributes.items())))
         if key not in self._emitted:
             stem = f"{operator}_{len(self.nodes)}"
@@ -100,7 +100,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among values, lists and tuples in them included."""
+    """Return the tensors among values, lists and tuples in them included."""
     if isinstance(values, Tensor):
         return [values]
     return [t for v in values for t in _tensors(v)] if isinstance(values, list | tuple) else []
@@ -115,7 +115,7 @@ def _tensor_proto(data: Tensor, raw: bytes, name: str) -> TensorProto:
 def record(
     module: nn.Module, inputs: Mapping[str, Tensor | None], outputs: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> ModelProto:
-    """Runs `module` once on the inputs in their order and returns it as an ONNX model.
+    """Run `module` once on the inputs in their order and return it as an ONNX model.
 
     None is an argument the graph does not have. `axes` names the dynamic leading axes of inputs, for example
     {"x_t": ("batch",)}; the first axis of every output is the batch. UnsupportedOperatorError else.
@@ -149,7 +149,7 @@ def _value(name: str, tensor: Tensor, axes: Sequence[str]) -> onnx.ValueInfoProt
 
 
 def without_dead_ends(model: ModelProto) -> ModelProto:
-    """Drops nodes and constants that no output needs, such as the stages of a backbone past the last one used."""
+    """Drop nodes and constants that no output needs, such as the stages of a backbone past the last one used."""
     graph, needed = model.graph, {output.name for output in model.graph.output}
     for node in reversed(list(graph.node)):
         if needed.isdisjoint(node.output):
@@ -162,7 +162,7 @@ def without_dead_ends(model: ModelProto) -> ModelProto:
 
 
 def _without_identities(model: ModelProto) -> ModelProto:
-    """Lets the node that computes an output carry the output's name, where no other output does already."""
+    """Let the node that computes an output carry the output's name, where no other output does already."""
     nodes = model.graph.node
     producer = {output: (node, index) for node in nodes for index, output in enumerate(node.output)}
     taken: dict[str, str] = {}

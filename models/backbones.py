@@ -48,7 +48,7 @@ class Backbone(nn.Module):
 
 
 def load_backbone(name: str, weights: Path | None = None, stages: Sequence[int] = (1, 2, 3)) -> Backbone:
-    """A backbone in eval mode whose weights need no gradient, float32, on the CPU.
+    """Return a backbone in eval mode whose weights need no gradient, float32, on the CPU.
 
     `name` is a timm model, `efficientnet_lite0`, or `random_tiny` (for tests: seeded, needs no file). `weights` is a
     file of torchvision (.pth) or timm (.safetensors, .pth). Raises UsageError for an unknown name or stage and for
@@ -68,7 +68,7 @@ def load_backbone(name: str, weights: Path | None = None, stages: Sequence[int] 
 
 
 def normalisation(name: str) -> tuple[Triple, Triple]:
-    """Mean and standard deviation of each channel, in unit range, that the backbone's weights expect."""
+    """Return the mean and standard deviation of each channel, in unit range, that the backbone's weights expect."""
     if name in _NORMALISATION:
         return _NORMALISATION[name]
     config = _config(name)
@@ -85,7 +85,7 @@ def _timm_name(name: str) -> str:
 
 
 def _config(name: str) -> dict[str, Any]:
-    """timm's record of a model's published weights; UsageError for a name it does not know."""
+    """Return timm's record of a model's published weights; UsageError for a name it does not know."""
     timm_name = _timm_name(name)
     if not timm.is_model(timm_name):
         raise UsageError(f"no backbone is called {name}: use {LITE0}, or a model of timm such as wide_resnet101_2")
@@ -100,7 +100,7 @@ def _checked(stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def _outputs(name: str, stages: Sequence[int]) -> tuple[list[int], list[int]]:
-    """timm's index and the channels of each stage, found by stride."""
+    """Return timm's index and the channels of each stage, found by stride."""
     _config(name)
     try:
         with torch.device("meta"):
@@ -119,7 +119,7 @@ def _outputs(name: str, stages: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _fitting(name: str, loaded: Any, network: nn.Module) -> dict[str, Tensor]:
-    """The file's tensors under the feature network's keys; CheckpointError that names what does not fit."""
+    """Return the file's tensors under the feature network's keys; CheckpointError that names what does not fit."""
     state = _state_dict(loaded)
     if "_conv_stem.weight" in state:
         state = convert_lite0(state)

@@ -65,12 +65,12 @@ def reference(alphas_cumprod: Tensor, **changes: Any) -> Oracle:
 
 
 def linear_schedule(steps: int = 1000, start: float = 1e-4, end: float = 0.02) -> Tensor:
-    """alpha-bar of the linear schedule, float64 [steps]; entry t has t + 1 factors."""
+    """Return alpha-bar of the linear schedule, float64 [steps]; entry t has t + 1 factors."""
     return torch.cumprod(1 - torch.linspace(start, end, steps, dtype=torch.float64), dim=0)
 
 
 def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
-    """alpha of the first x_t, then (timestep given to the network, alpha_t, alpha_s) for every step."""
+    """Return alpha of the first x_t, then (timestep given to the network, alpha_t, alpha_s) for every step."""
     alpha = oracle.alphas_cumprod.tolist()
     if oracle.reference_times:
         called = list(range(0, oracle.noise_level, oracle.skip))
@@ -84,7 +84,7 @@ def times(oracle: Oracle) -> tuple[float, list[tuple[int, float, float]]]:
 def guidance_gradient(
     eps: Eps, x_t: Tensor, y: Tensor, timestep: int, a: float, oracle: Oracle
 ) -> tuple[Tensor, Tensor]:
-    """eps_theta and the gradient of ||y - x0_hat|| (eqn. 16; squared on request) by x_t, each image alone."""
+    """Return eps_theta and the gradient of ||y - x0_hat|| (eqn. 16; squared on request) by x_t, each image alone."""
     if oracle.ddad:
         e = eps(x_t, torch.tensor(float(timestep))).detach()
         return e, x_t - (math.sqrt(a) * y + math.sqrt(1 - a) * e)
@@ -121,7 +121,7 @@ def posterior_sampling(
     start: Tensor | None = None,
     inpainting: Noise | None = None,
 ) -> Iterator[Tensor]:
-    """Algorithm 1: yields x_T, then x_s after every step; the last one is the normal image x_0.
+    """Run Algorithm 1: yield x_T, then x_s after every step; the last one is the normal image x_0.
 
     y [B, 3, H, W] in [-1, 1]; mask [B, 1, H, W], 1 where anomalous; noises like y. Outside the mask eps is blended
     (eqn. 18), or x_t is replaced before each call by y under noise: the first one ("replace", the authors' code), or a
@@ -167,7 +167,7 @@ def _step(
 def difference(
     y: Tensor, x0: Tensor, features_y: Sequence[Tensor], features_x0: Sequence[Tensor], oracle: Oracle
 ) -> Tensor:
-    """D(x0, y), eqn. 20: [B, 1, H, W], with the authors' pooling, normalisation and smoothing where chosen."""
+    """Return D(x0, y), eqn. 20: [B, 1, H, W], with the authors' pooling, normalisation and smoothing where chosen."""
     size = (int(y.shape[-2]), int(y.shape[-1]))
     feature = torch.zeros_like(y[:, :1])
     if oracle.feature_term:
@@ -202,7 +202,7 @@ def _smooth(image: Tensor, sigma: float, kernel: int) -> Tensor:
 
 
 def image_score(anomaly_map: Tensor, oracle: Oracle) -> Tensor:
-    """[B]: the mean of the S largest map values (paper); sum of the S largest of a softmax over pixels (reference)."""
+    """Return [B]: mean of the S largest map values (paper), or the sum of a softmax's S largest (reference)."""
     values = anomaly_map.flatten(1)
     if oracle.softmax_score:
         return torch.softmax(values, dim=1).topk(oracle.top).values.sum(dim=1)
@@ -210,7 +210,7 @@ def image_score(anomaly_map: Tensor, oracle: Oracle) -> Tensor:
 
 
 def mask_of(anomaly_map: Tensor, oracle: Oracle, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    """eqn. 22: 1 where the map exceeds min + lambda (max - min), of each image itself unless a range is given."""
+    """Apply eqn. 22: 1 where the map exceeds min + lambda (max - min), of each image itself unless a range is given."""
     low = anomaly_map.amin(dim=(1, 2, 3), keepdim=True) if low is None else low
     high = anomaly_map.amax(dim=(1, 2, 3), keepdim=True) if high is None else high
     return (anomaly_map > low + oracle.mask_lambda * (high - low)).float()
@@ -224,7 +224,7 @@ def mdps(
     mask: Tensor | None = None,
     previous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The whole method: every pass samples under the mask the one before it made (at first `mask`, 1 by default).
+    """Run the whole method: every pass samples under the mask the one before it made (at first `mask`, 1 by default).
 
     A stitched pass starts from the samples of the one before it inside the mask (at first `previous`), y outside.
     Returns anomaly map [B, 1, H, W], score [B], the last mask used, the posterior samples of every pass (image-major).

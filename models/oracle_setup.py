@@ -17,7 +17,7 @@ Network = Callable[[Tensor, Tensor], Tensor]
 
 
 def eps_of(network: Network, prediction: str, schedule: NoiseSchedule) -> oracles.Eps:
-    """eps from a network that predicts eps, v (Salimans & Ho, 2022) or x0."""
+    """Return eps from a network that predicts eps, v (Salimans & Ho, 2022) or x0."""
     alphas = schedule.alphas_cumprod.tolist()
 
     def eps(x_t: Tensor, timestep: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def eps_of(network: Network, prediction: str, schedule: NoiseSchedule) -> oracle
 
 
 def features_of(backbone: Backbone | None, settings: Settings) -> oracles.Features:
-    """Stage features of images in [-1, 1], enlarged to the size the backbone was trained on."""
+    """Return the stage features of images in [-1, 1], enlarged to the size the backbone was trained on."""
     if backbone is None:
         return lambda image: []
     network, wanted = backbone, settings.score.feature_size or 0
@@ -49,7 +49,7 @@ def features_of(backbone: Backbone | None, settings: Settings) -> oracles.Featur
 
 
 def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Oracle:
-    """The oracle's settings of one pass."""
+    """Return the oracle's settings of one pass."""
     sampler, score = settings.sampler, settings.score
     one = sampler.passes[pass_index]
     return Oracle(

@@ -17,7 +17,7 @@ from mdps.models.unet_config import UNetConfig as UNetConfig
 
 
 def timestep_embedding(timestep: Tensor, width: int, shift: float = 0.0) -> Tensor:
-    """Sinusoids [cos, sin] of the timestep: [] or [B] -> [1 or B, width] (Vaswani et al., 2017)."""
+    """Return sinusoids [cos, sin] of the timestep: [] or [B] -> [1 or B, width] (Vaswani et al., 2017)."""
     half = width // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timestep.device) / (half - shift)
     angles = timestep.float().reshape(-1, 1) * torch.exp(-math.log(10000) * exponents)
@@ -113,7 +113,7 @@ class AttentionBlock(nn.Module):
 
 
 def split_heads(qkv: Tensor, heads: int, new_order: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, 3C, L] -> q, k, v, each [B, heads, C / heads, L]."""
+    """Split [B, 3C, L] into q, k, v, each [B, heads, C / heads, L]."""
     batch, triple, length = qkv.shape
     width = triple // (3 * heads)
     if new_order:
@@ -154,7 +154,7 @@ class UNet(nn.Module):
         self.out = nn.Sequential(_norm(config, last), nn.SiLU(), nn.Conv2d(last, config.out_channels, 3, padding=1))
 
     def embed(self, timestep: Tensor) -> Tensor:
-        """Time embedding: [] or [B] -> [1 or B, 4 model_channels]."""
+        """Return the time embedding: [] or [B] -> [1 or B, 4 model_channels]."""
         weight: Tensor = self.time_embed[0].get_parameter("weight")
         sinusoids = timestep_embedding(timestep, self.config.model_channels, self.config.frequency_shift)
         embedding: Tensor = self.time_embed(sinusoids.to(weight.dtype))
@@ -178,7 +178,7 @@ def _norm(config: UNetConfig, channels: int) -> nn.GroupNorm:
 
 
 def _encoder(config: UNetConfig, widths: list[int]) -> Iterator[TimestepSequential]:
-    """Yields the blocks after the first convolution and appends the width of each one's output to `widths`."""
+    """Yield the blocks after the first convolution and append the width of each one's output to `widths`."""
     levels = len(config.channel_mult)
     for level in range(levels):
         for _ in range(config.num_res_blocks):

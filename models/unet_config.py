@@ -35,7 +35,7 @@ class UNetConfig:
 
     @classmethod
     def from_json(cls, obj: dict[str, Any]) -> "UNetConfig":
-        """Inverse of `to_json`; an unknown or missing field is a ValueError that names it."""
+        """Invert `to_json`; an unknown or missing field is a ValueError that names it."""
         unknown = set(obj) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown network field {sorted(unknown)[0]!r}")
@@ -45,9 +45,9 @@ class UNetConfig:
         return cls(**(obj | tuples))
 
     def width(self, level: int) -> int:
-        """Channels of a level."""
+        """Return the channels of a level."""
         return int(self.channel_mult[level] * self.model_channels)
 
     def heads(self, channels: int) -> int:
-        """Attention heads of a block with that many channels."""
+        """Return the attention heads of a block with that many channels."""
         return self.num_heads if self.num_head_channels is None else channels // self.num_head_channels

@@ -18,7 +18,7 @@ _LITE0_REPEATS = (1, 2, 2, 3, 3, 4, 1)
 
 
 def find_weights(name: str, config: Mapping[str, Any]) -> Path:
-    """The file of a backbone's published weights, if it is here already; UsageError that says how to get it if not."""
+    """Find the file of a backbone's published weights; UsageError that says how to get it where it is not here."""
     if name == "efficientnet_lite0":
         return _from_package()
     cached = _from_hub(config) or _from_torch(config)
@@ -43,7 +43,7 @@ def _from_package() -> Path:
 
 
 def _from_hub(config: Mapping[str, Any]) -> Path | None:
-    """In the cache of huggingface_hub, which timm fills; looks at the disk only."""
+    """Look in the cache of huggingface_hub, which timm fills, on the disk only."""
     if not config.get("hf_hub_id"):
         return None
     from huggingface_hub import try_to_load_from_cache  # comes with timm; slow to import, and rarely needed
@@ -56,7 +56,7 @@ def _from_hub(config: Mapping[str, Any]) -> Path | None:
 
 
 def _from_torch(config: Mapping[str, Any]) -> Path | None:
-    """In the cache of torch.hub, by the file name of the address."""
+    """Look in the cache of torch.hub, by the file name of the address."""
     if not config.get("url"):
         return None
     path = Path(torch.hub.get_dir()) / "checkpoints" / str(config["url"]).rpartition("/")[2]
@@ -82,7 +82,7 @@ _SEPARABLE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "con
 
 
 def convert_lite0(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """EfficientNet-Lite0 under timm's keys, from those of the package efficientnet-lite-pytorch."""
+    """Return EfficientNet-Lite0 under timm's keys, from those of the package efficientnet-lite-pytorch."""
     places = [f"blocks.{stage}.{n}" for stage, repeats in enumerate(_LITE0_REPEATS) for n in range(repeats)]
     converted = {}
     for key, value in state.items():

@@ -13,7 +13,7 @@ FEW = 10  # below it a network learns its images by heart
 
 
 def check_files(paths: Sequence[Path], images: Images, resized: tuple[int, int]) -> list[str]:
-    """Sentences about image files and what was read from them, uint8 [n, H, W, 3], resized to `resized` (H, W)."""
+    """Return sentences about files and what was read of them, uint8 [n, H, W, 3], resized to `resized` (H, W)."""
     files, headers = known_headers(paths)  # the images are read already: one that has gone since is no harm
     return [
         *_few(paths),

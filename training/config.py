@@ -11,7 +11,7 @@ from mdps.runtime.option import Option, check_ranges
 
 
 def paper_network(image_size: int = 256, base: int = 64) -> UNetConfig:
-    """The authors' U-Net (33 M parameters at the defaults): attention where the image is 8, 16 and 32 times smaller.
+    """Return the authors' U-Net (33 M parameters by default): attention where the image is 8, 16, 32 times smaller.
 
     That is at 32, 16 and 8 pixels of 256, and at 28, 14 and 7 of the paper's crop of 224; four heads.
     """
@@ -19,7 +19,7 @@ def paper_network(image_size: int = 256, base: int = 64) -> UNetConfig:
 
 
 def small_network(image_size: int = 64, base: int = 32, mult: tuple[int, ...] = (1, 2, 2, 2)) -> UNetConfig:
-    """A U-Net for 64 x 64 (1.9 M parameters at the defaults): one residual block a level, attention at the deepest."""
+    """Return a U-Net for 64 x 64 (1.9 M parameters by default): a residual block a level, attention at the deepest."""
     if base % 32:
         raise UsageError(f"a base width of {base} does not divide into groups of normalisation; use a multiple of 32")
     return UNetConfig(
@@ -84,7 +84,7 @@ class TrainingConfig:
         require(1 <= self.low_limit <= 1000, f"low_limit is {self.low_limit}; it must lie between 1 and 1000")
 
     def with_steps(self, images: int | None) -> "TrainingConfig":
-        """The same run with `steps` a number: ceil(images / batch) an epoch where it was given in epochs.
+        """Return the same run with `steps` a number: ceil(images / batch) an epoch where it was given in epochs.
 
         UsageError where the source has no number of `images` and so no epochs.
         """
@@ -106,7 +106,7 @@ class TrainingConfig:
 
     @classmethod
     def from_json(cls, obj: dict[str, Any]) -> "TrainingConfig":
-        """Inverse of `to_json`; an unknown field is a UsageError that names it, an absent one has its default."""
+        """Invert `to_json`; an unknown field is a UsageError that names it, an absent one has its default."""
         unknown = set(obj) - {f.name for f in fields(cls)}
         if unknown:
             raise UsageError(f"unknown training setting {sorted(unknown)[0]!r}")
@@ -114,7 +114,7 @@ class TrainingConfig:
 
 
 def paper_recipe(network: UNetConfig | None = None) -> TrainingConfig:
-    """The paper's: Adam 1e-4, weight decay 5e-2 added to the gradient, batch 8, 2000 epochs; nothing it does not state.
+    """Return the paper's recipe and no more: Adam 1e-4, decay 5e-2 added to the gradient, batch 8, 2000 epochs.
 
     It names no average of the weights, no decay of the rate and no variation of the images, so there are none.
     """
@@ -122,7 +122,7 @@ def paper_recipe(network: UNetConfig | None = None) -> TrainingConfig:
 
 
 def small_recipe(network: UNetConfig | None = None) -> TrainingConfig:
-    """AdamW 4e-4 decaying to zero, EMA 0.999, 70 % of the timesteps below 260: good after a few thousand steps."""
+    """Return AdamW 4e-4 decaying to zero, EMA 0.999, 70 % of timesteps below 260: good after a few thousand steps."""
     return replace(
         TrainingConfig(network=network or small_network()),
         steps=4000,
@@ -141,7 +141,7 @@ RECIPES = {"paper": paper_recipe, "small": small_recipe}
 
 
 def rate_factor(config: TrainingConfig, step: int, progress: float) -> float:
-    """Share of the learning rate to use at `step` (from 0) when `progress` in [0, 1] of the run is over."""
+    """Return the share of the learning rate to use at `step` (from 0) when `progress` in [0, 1] of the run is over."""
     ramp = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
     falls = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
     return ramp * falls[config.decay]

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 def draw_batch(config: TrainingConfig, source: Source, samples: range, timesteps: int, device: torch.device) -> Batch:
-    """The samples of these numbers; timesteps lie in 0..`timesteps` - 1."""
+    """Draw the samples of these numbers; timesteps lie in 0..`timesteps` - 1."""
     images, times, noises = [], [], []
     for number in samples:
         rng = np.random.default_rng((config.seed, number))
@@ -51,7 +51,7 @@ def draw_batch(config: TrainingConfig, source: Source, samples: range, timesteps
 
 
 def image_index(seed: int, number: int, count: int | None) -> int:
-    """Which image sample `number` shows: every epoch goes through all `count` images in an order of its own."""
+    """Return which image sample `number` shows: every epoch goes through all `count` images in an order of its own."""
     if count is None:
         return 0
     epoch, place = divmod(number, count)
@@ -64,13 +64,13 @@ def _order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def draw_timestep(config: TrainingConfig, rng: np.random.Generator, total: int) -> int:
-    """A timestep in 0..total-1: with probability `low_share` one below `low_limit`, else any."""
+    """Draw a timestep in 0..total-1: with probability `low_share` one below `low_limit`, else any."""
     low = config.low_share > 0 and rng.random() < config.low_share
     return int(rng.integers(min(config.low_limit, total) if low else total))
 
 
 def draw_noise(kind: str, seed: int, size: tuple[int, ...], device: torch.device) -> Tensor:
-    """Noise [3, H, W] of mean 0 and variance 1: gaussian, drawn on the device, so that CPU and GPU differ; or simplex,
+    """Draw noise [3, H, W], mean 0, variance 1: gaussian, on the device, so that CPU and GPU differ; or simplex,
     AnoDDPM's, the same everywhere, but drawn by the CPU and slower."""
     if kind == "simplex":
         height, width = size

@@ -11,7 +11,7 @@ from mdps.training.config import TrainingConfig
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA if there is one, else the CPU; UsageError for CUDA asked for and absent, or an unknown name.
+    """Return the device; `auto` is CUDA or else the CPU. UsageError for an absent CUDA or an unknown name.
 
     Where several processes run on one machine, each has the GPU of its local number.
     """
@@ -32,12 +32,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def process_count() -> int:
-    """Processes of this run, as torchrun and our own launcher say in the environment."""
+    """Count the processes of this run, as torchrun and our own launcher say in the environment."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def first_process() -> bool:
-    """Whether this is the process of the run that writes and speaks."""
+    """Return whether this is the process of the run that writes and speaks."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -68,14 +68,14 @@ class Engine:
         return self.process == 0
 
     def prepare(self, network: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> tuple[Any, Any]:
-        """The network to call in training, in the run's precision, and the optimizer to step."""
+        """Return the network to call in training, in the run's precision, and the optimizer to step."""
         wrapped, stepping = self._accelerator.prepare(network, optimizer)
         # CUDA graphs do not go together with the hooks that average gradients.
         mode = "reduce-overhead" if self.processes == 1 else "default"
         return (torch.compile(wrapped, mode=mode) if compiled else wrapped), stepping
 
     def update(self, loss: Tensor, network: nn.Module, optimizer: Any) -> None:
-        """One step of the optimizer along the mean gradient of all processes' losses, float32 []."""
+        """Step the optimizer along the mean gradient of all processes' losses, float32 []."""
         optimizer.zero_grad()
         self._accelerator.backward(loss)
         if self._clip is not None:
@@ -83,11 +83,11 @@ class Engine:
         optimizer.step()
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor of one shape over all processes."""
+        """Sum a tensor of one shape over all processes."""
         return values if self.processes == 1 else self._accelerator.reduce(values, "sum")
 
     def agree(self, stop: int, seconds: float) -> tuple[int, float]:
-        """Signal number (0: none) and clock that all processes act on alike: anyone's signal, the first one's clock."""
+        """Return the signal number (0: none) and clock for all processes: anyone's signal, the first one's clock."""
         if self.processes == 1:
             return stop, seconds
         ours = torch.tensor([float(stop), seconds if self.main else 0.0], dtype=torch.float64, device=self.device)
@@ -95,7 +95,7 @@ class Engine:
         return int(every[:, 0].max()), float(every[:, 1].sum())
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         self._accelerator.wait_for_everyone()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Engine:
         return dict(scaler.state_dict()) if scaler is not None else {}
 
     def restore_scaler(self, state: dict[str, Any]) -> None:
-        """Inverse of `scaler_state`."""
+        """Restore what `scaler_state` returned."""
         if state and self._accelerator.scaler is not None:
             self._accelerator.scaler.load_state_dict(state)
 

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """UsageError where a new run would overwrite one, or there is none to go on with."""
+    """Raise UsageError where a new run would overwrite one, or there is none to go on with."""
     existing = (out / CHECKPOINT).exists()
     if existing and not resume:
         raise UsageError(f"{out} already holds a training run; continue it with --resume or choose another folder")
@@ -76,7 +76,7 @@ class RunFolder:
         atomic.write_text(path, json.dumps(content, indent=1) + "\n")
 
     def row(self, row: Row) -> None:
-        """A line of log.jsonl, and its numbers as TensorBoard's curves."""
+        """Write a line of log.jsonl, and its numbers as TensorBoard's curves."""
         if self._board is not None:
             for name in ("loss", "learning_rate", "images_per_s"):
                 self._board.add_scalar(name, row[name], row["step"])
@@ -86,7 +86,7 @@ class RunFolder:
         self._log.write(row)
 
     def sample(self, picture: NDArray[np.uint8], step: int) -> None:
-        """uint8 [H, W, 3] into samples/ and TensorBoard."""
+        """Write uint8 [H, W, 3] into samples/ and TensorBoard."""
         path = self.out / SAMPLES / f"step_{step:07d}.png"
         path.parent.mkdir(exist_ok=True)
         buffer = io.BytesIO()
@@ -119,7 +119,7 @@ class Log:
 
 
 def open_board(folder: Path, step: int) -> Any:
-    """TensorBoard's writer, which drops what an earlier session wrote after `step`; None, and a warning, without it."""
+    """Open TensorBoard's writer, less what an earlier session wrote after `step`; None and a warning without it."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -129,7 +129,7 @@ def open_board(folder: Path, step: int) -> Any:
 
 
 def draw_curve(log: Path, path: Path) -> None:
-    """The loss over the steps as a picture; nothing where matplotlib is missing or there is no line yet."""
+    """Draw the loss over the steps as a picture; nothing where matplotlib is missing or there is no line yet."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -12,7 +12,7 @@ PAPER_CROP = {"mvtec-ad": 224}  # "resize all images to 256 and center crop to 2
 def framing(
     recipe: str, layout: str, image_size: int | None, crop_size: int | None, *, say: Callable[[str], object]
 ) -> Preprocessing:
-    """The preprocessing of `recipe` for images of a data set's `layout`; what is given wins, and 0 is no crop.
+    """Return the preprocessing of `recipe` for images of a data set's `layout`; what is given wins, and 0 is no crop.
 
     The paper's crop is for its own size of 256; at another none is made unless `crop_size` asks for it. What was
     decided for the user is said. UsageError for a crop larger than the image.

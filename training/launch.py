@@ -23,7 +23,7 @@ GRACE = 20.0  # seconds that the others have after one has failed
 
 
 def fit_in_processes(count: int, images: Given, out: Path, config: TrainingConfig, **options: Any) -> Path:
-    """`fit(images, out, config, **options)` by `count` processes, each taking an equal share of every batch.
+    """Run `fit(images, out, config, **options)` by `count` processes, each taking an equal share of every batch.
 
     Raises what `fit` raises, and UsageError where this is one of several processes already.
     """
@@ -105,7 +105,7 @@ class Relay:
             signal.signal(number, handler)
 
     def to(self, pids: list[int]) -> None:
-        """The processes that signals go to, one that came before included."""
+        """Return the processes that signals go to, one that came before included."""
         self._pids = pids
         if self._signalled:
             self._send()

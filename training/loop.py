@@ -76,7 +76,7 @@ def fit(
 
 
 def as_source(images: Given, preprocessing: Preprocessing) -> Source:
-    """The source that `images` stand for; what is odd about image files becomes warnings."""
+    """Return the source that `images` stand for; what is odd about image files becomes warnings."""
     if isinstance(images, Path):
         source = FileSource(images_below(images), preprocessing, str(images))
     elif isinstance(images, Sequence):
@@ -137,7 +137,7 @@ class Run:
         return folder
 
     def train(self) -> Path:
-        """To the end; returns the denoiser's path."""
+        """Train to the end and return the denoiser's path."""
         cuda = self.engine.device.type == "cuda"
         with torch.backends.cudnn.flags(enabled=True, benchmark=cuda), StopSignal() as stop:
             self._loop(stop)
@@ -193,7 +193,7 @@ class Run:
         )
 
     def _step(self, rate: float) -> None:
-        """One update of the weights from this process's share of the batch."""
+        """Update the weights once from this process's share of the batch."""
         state, config, engine = self.state, self.config, self.engine
         for group in state.optimizer.param_groups:
             group["lr"] = rate

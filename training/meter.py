@@ -23,7 +23,7 @@ class Meter:
         self._steps, self._since = 0, time.monotonic()
 
     def add(self, loss: Tensor, losses: Tensor, timesteps: Tensor) -> None:
-        """The step's objective [] and each image's unweighted loss [B] with its timestep [B]."""
+        """Add the step's objective [] and each image's unweighted loss [B] with its timestep [B]."""
         quarter = timesteps * QUARTERS // self._timesteps
         self._sums[0] += loss.detach()
         self._sums[1] += 1
@@ -32,12 +32,12 @@ class Meter:
         self._steps += 1
 
     def so_far(self) -> tuple[float, float]:
-        """Mean loss since the last reading, one step or more ago, and images a second; of this process alone."""
+        """Return mean loss and images a second since the last reading, a step or more ago; of this process alone."""
         images = self._steps * self._engine.share * self._engine.processes
         return float(self._sums[0] / self._sums[1]), images / max(time.monotonic() - self._since, 1e-9)
 
     def read(self) -> dict[str, Any]:
-        """Means since the last reading, over all processes: loss, loss_by_quarter (None: no sample), images_per_s."""
+        """Return means since the last reading, of all processes: loss, loss_by_quarter (None: none), images_per_s."""
         sums = self._engine.sum(self._sums).tolist()
         parts, counts = sums[2 : 2 + QUARTERS], sums[2 + QUARTERS :]
         images = self._steps * self._engine.share * self._engine.processes

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(out: Path) -> Outcome | None:
-    """How the run in folder `out` ended or stands; None where its log has no line yet."""
+    """Return how the run in folder `out` ended or stands; None where its log has no line yet."""
     path = out / LOG
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     if not rows:
@@ -45,7 +45,7 @@ def outcome(out: Path) -> Outcome | None:
 
 
 def _last(rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    """The last lines that cover the window, or all, each with the number of steps it is the mean of."""
+    """Return the last lines that cover the window, or all, each with the number of steps it is the mean of."""
     before = [0, *(row["step"] for row in rows[:-1])]
     weighted = [(row["step"] - start, row) for start, row in zip(before, rows, strict=True)]
     first = next((n for n in range(len(rows) - 1, -1, -1) if rows[-1]["step"] - before[n] >= WINDOW), 0)

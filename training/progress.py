@@ -16,13 +16,13 @@ EVERY = 1.0  # seconds between readings of the loss, for which a GPU must be wai
 
 
 def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
-    """Share of the run in [0, 1] that is over after `step` steps and `seconds`."""
+    """Return the share of the run in [0, 1] that is over after `step` steps and `seconds`."""
     by_time = seconds / (60 * config.minutes) if config.minutes else 0.0
     return min(1.0, max(step / config.last_step, by_time))
 
 
 def _screen() -> tuple[int | None, int | None]:
-    """Columns and rows where the terminal says 0 of them, for tqdm would show nothing there; None where it knows."""
+    """Return columns and rows where the terminal says 0, for tqdm would show nothing; None where it knows."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError):  # no terminal, or no file at all
@@ -56,7 +56,7 @@ class Progress:
         self._bar.close()
 
     def update(self, step: int, share: float, read: Callable[[], tuple[float, float]]) -> None:
-        """After each step; `share` of the run is over.
+        """Show a step, after which `share` of the run is over.
 
         `read` gives the loss and the images a second that are shown beside the bar: from the first step on it is asked
         once a second, and never where no bar is shown.
@@ -66,6 +66,6 @@ class Progress:
             self.note(step, *read())
 
     def note(self, step: int, loss: float, images_per_second: float) -> None:
-        """Beside the bar."""
+        """Show these numbers beside the bar."""
         self._next = time.monotonic() + EVERY
         self._bar.set_postfix_str(f"step {step}, loss {loss:.4f}, {images_per_second:.1f} images/s")

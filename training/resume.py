@@ -18,7 +18,7 @@ def resumed_settings(
     crop_size: int | None = None,
     base: int | None = None,
 ) -> tuple[TrainingConfig, Preprocessing]:
-    """Settings and preprocessing of the run in folder `out`, as its config.json has them.
+    """Return the settings and preprocessing of the run in folder `out`, as its config.json has them.
 
     UsageError where there is no run to go on with, where its config.json cannot be read, and where one of the others is
     given and is not the run's: `recipe` ("paper" or "small"), the sides `image_size` and `crop_size` (0: no crop) in
@@ -49,7 +49,7 @@ def resumed_settings(
 
 
 def _network(recipe: str, like: UNetConfig) -> UNetConfig | None:
-    """The network of the recipe in the size of another; None where it cannot have that."""
+    """Return the network of the recipe in the size of another; None where it cannot have that."""
     try:
         return NETWORKS[recipe](like.image_size, like.model_channels)
     except UsageError:

@@ -31,7 +31,7 @@ class Reconstructions:
         self._schedule = schedule
 
     def picture(self, network: nn.Module) -> NDArray[np.uint8]:
-        """uint8 [3 H, count W, 3]: above the images, below them what was made of them, then the difference x 4."""
+        """Return uint8 [3 H, count W, 3]: the images, below them what was made of them, then the difference x 4."""
         made = reconstruct(network, self.clean, self.noise, self._schedule)
         rows = (self.clean, made, 4 * (made - self.clean).abs() - 1)
         return np.concatenate([_row(images) for images in rows])
@@ -39,7 +39,7 @@ class Reconstructions:
 
 @torch.inference_mode()
 def reconstruct(network: nn.Module, clean: Tensor, noise: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """[B, 3, H, W] noised to t = 200 and denoised in ten DDIM steps without noise (Song et al. 2021, eq. 12, eta 0)."""
+    """Noise [B, 3, H, W] to t = 200 and denoise it in ten DDIM steps (Song et al. 2021, eq. 12, eta 0)."""
     first, steps = plan_steps(schedule, "paper", PassSettings(LEVEL, 0.0, steps=STEPS), 0.0)
     x: Tensor = first**0.5 * clean + (1 - first) ** 0.5 * noise
     for step in steps:

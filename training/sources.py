@@ -28,7 +28,7 @@ class Source(Protocol):
         """How many images an epoch has; None where they are drawn without end."""
 
     def image(self, index: int, rng: np.random.Generator) -> Images:
-        """Image `index` (below `count`; 0 where that is None), uint8 [H, W, 3]; what chance it needs is from `rng`."""
+        """Return image `index` (below `count`; 0 where that is None), uint8 [H, W, 3]; its chance comes from `rng`."""
 
 
 class ArraySource:
@@ -101,7 +101,7 @@ class CropSource:
 
 
 def images_below(folder: Path) -> list[Path]:
-    """`image_files` of `folder` in the order of their whole paths; UsageError if it is no folder."""
+    """Return `image_files` of `folder` in the order of their whole paths; UsageError if it is no folder."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the folder that holds the images of good parts")
     return sorted(image_files(folder))

@@ -42,7 +42,7 @@ class TrainingState:
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def require_finite(self) -> None:
-        """MdpsError if a weight is no number: such a network is not worth a checkpoint."""
+        """Raise MdpsError if a weight is no number: such a network is not worth a checkpoint."""
         if not all(bool(torch.isfinite(weight).all()) for weight in self.network.parameters()):
             raise MdpsError(
                 f"the weights are no numbers any more after step {self.step}; lower the learning rate, or train in "

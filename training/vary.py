@@ -7,7 +7,7 @@ from mdps.training.sources import Images
 
 
 def vary(image: Images, rng: np.random.Generator, config: TrainingConfig) -> Images:
-    """uint8 [H, W, 3] mirrored left-right or top-bottom with probability one half, turned by 0 to 3 quarters (square
+    """Vary uint8 [H, W, 3]: mirrored either way with probability one half, turned by 0 to 3 quarters (square
     images), and moved by up to `shift` pixels with mirrored edges; draws nothing for what is off."""
     if config.flip_horizontal and rng.random() < 0.5:
         image = image[:, ::-1]

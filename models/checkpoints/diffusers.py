@@ -97,7 +97,7 @@ _UP = {"UpBlock2D": (False, False), "AttnUpBlock2D": (True, None), "ResnetUpsamp
 
 
 def find_folder(path: Path) -> Path:
-    """The folder with config.json: `path` or its `unet/`; CheckpointError without one."""
+    """Return the folder with config.json: `path` or its `unet/`; CheckpointError without one."""
     for folder in (path, path / "unet"):
         if (folder / "config.json").is_file():
             return folder
@@ -105,7 +105,7 @@ def find_folder(path: Path) -> Path:
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of weights beside config.json."""
+    """Return the file of weights beside config.json."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
             return folder / name
@@ -113,7 +113,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json with the constructor's defaults; CheckpointError for variants this project does not have."""
+    """Read config.json with the constructor's defaults; CheckpointError for variants this project does not have."""
     stated = _json(folder / "config.json")
     if stated.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise CheckpointError(f"is a diffusers {shown(stated['_class_name'])}; only UNet2DModel is supported")
@@ -168,7 +168,7 @@ def describe(config: dict[str, Any], folder: Path) -> Statement:
 
 
 def _levels(config: dict[str, Any]) -> tuple[list[bool], bool]:
-    """Which levels attend, and whether residual blocks change the resolution, if all blocks agree on it."""
+    """Return which levels attend, and whether residual blocks change the resolution, if all blocks agree on it."""
     down, up = config["down_block_types"], config["up_block_types"]
     for names, known, way in ((down, _DOWN, "down"), (up, _UP, "up")):
         for name in names:
@@ -194,7 +194,7 @@ def _resnet(fixed: bool | None, chosen: str) -> bool:
 
 
 def _scheduler(folder: Path) -> tuple[NoiseSchedule, Any] | None:
-    """Noise schedule and prediction of the scheduler saved beside the network, if one was."""
+    """Return the noise schedule and prediction of the scheduler saved beside the network, if one was."""
     for place in (folder, folder / "scheduler", folder.parent / "scheduler"):
         if (place / "scheduler_config.json").is_file():
             config = _json(place / "scheduler_config.json")

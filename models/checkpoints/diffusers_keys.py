@@ -68,7 +68,7 @@ def _join_projections(tensors: Tensors) -> Tensors:
 
 
 def _ours(module: str, layers: int, attends: set[int]) -> str:
-    """Where a module of the three kinds of blocks stands in ours; its own name if it is no such module."""
+    """Return where a module of the three kinds of blocks stands in ours; its own name if it is no such module."""
     found = re.fullmatch(
         r"(?:(down|up)_blocks\.([0-9]{1,4})|mid_block)\.(resnets|attentions|\w+samplers)\.([0-9]{1,4})\.(.+)", module
     )

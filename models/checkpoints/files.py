@@ -32,13 +32,13 @@ _AGAIN = "copy or download it again"
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Return the hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_file(path: Path) -> tuple[Any, dict[str, str]]:
-    """Whatever `torch.save` or safetensors wrote, on the CPU, and the metadata of a safetensors file.
+    """Read whatever `torch.save` or safetensors wrote, on the CPU, and the metadata of a safetensors file.
 
     Raises CheckpointError for files that are absent, empty, cut off, something else, or need code to open.
     """
@@ -53,7 +53,7 @@ def read_file(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def check_plain(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """CheckpointError for what no file of weights holds, before anything is computed from it.
+    """Raise CheckpointError for what no file of weights holds, before anything is computed from it.
 
     That is other kinds of tensors (sparse, quantised, without storage, of whole numbers), and tensors that name more
     values than the file has, which would fill the memory.

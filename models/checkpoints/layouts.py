@@ -68,7 +68,7 @@ _MAX_DEPTH = 4  # of wrappers in wrappers; a dictionary in a pickle may even hol
 
 
 def find_network(loaded: Any) -> Found:
-    """The denoiser in what a checkpoint file held; CheckpointError if there is none, or more than one."""
+    """Find the denoiser in what a checkpoint file held; CheckpointError if there is none, or more than one."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"holds a {type(loaded).__name__}, not named tensors: give a state dict")
     wrapper: str | None = None
@@ -94,7 +94,7 @@ def _betas(tensors: Tensors, prefix: str) -> Tensor | None:
 
 
 def swap_embedding_halves(tensors: Tensors) -> Tensors:
-    """[sin, cos] -> [cos, sin]: the embedding's halves change places, so the columns that read them do."""
+    """Turn [sin, cos] to [cos, sin]: the columns that read the embedding's halves change places with them."""
     weight = tensors.get("time_embed.0.weight")
     if weight is None or weight.dim() != 2:  # reported, with its name, where the structure is inferred
         return tensors
@@ -102,7 +102,7 @@ def swap_embedding_halves(tensors: Tensors) -> Tensors:
 
 
 def _wrapped(state: Mapping[Any, Any], depth: int = 1) -> str | None:
-    """The entry of `state` that is a dictionary of tensors itself, or holds one not far below."""
+    """Return the entry of `state` that is a dictionary of tensors itself, or holds one not far below."""
     for name in WRAPPERS:
         inner = state.get(name)
         if isinstance(inner, Mapping) and (
@@ -120,7 +120,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _without_compile(key: str) -> str:
-    """`torch.compile` puts `_orig_mod.` before the keys of whatever module it wrapped, at any depth."""
+    """Remove the `_orig_mod.` that `torch.compile` puts before the keys of a module it wrapped, at any depth."""
     return key.replace("_orig_mod.", "")
 
 

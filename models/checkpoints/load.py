@@ -89,7 +89,7 @@ def _complete(resolved: Resolved) -> tuple[UNetConfig, NoiseSchedule, Prediction
 
 
 def _drop_variance(tensors: Tensors, inferred: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """A network that learned its variance gives twice the channels; the first half is eps (Nichol & Dhariwal 2021)."""
+    """Keep eps alone, the first half of the channels, of a learned variance (Nichol & Dhariwal 2021)."""
     channels = inferred["in_channels"]
     if inferred["out_channels"] != 2 * channels:
         return tensors, inferred

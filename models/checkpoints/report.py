@@ -23,7 +23,7 @@ class CheckpointReport:
     ignored: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return asdict(self)
 
     def assumptions(self) -> str:
@@ -31,7 +31,7 @@ class CheckpointReport:
         return ", ".join(f"{name} = {_show(value)}" for name, value in self.assumed.items())
 
     def __str__(self) -> str:
-        """A few lines for a terminal."""
+        """Return a few lines for a terminal."""
         lines = [
             f"file        {self.path}",
             f"format      {self.format}",

@@ -76,7 +76,7 @@ def _check_against_tensors(statement: Statement, inferred: dict[str, Any]) -> No
 
 
 def _comparable(fields: dict[str, Any], inferred: dict[str, Any]) -> dict[str, Any]:
-    """Without what has no effect on this network, so that only real contradictions are left."""
+    """Leave out what has no effect on this network, so that only real contradictions are left."""
     deepest = 2 ** (len(inferred["channel_mult"]) - 1)
     fields = {name: value for name, value in fields.items() if name != "learned_variance"}
     if "attention_factors" in fields:

@@ -10,7 +10,7 @@ LEARNED = 0.3
 
 
 def run_warnings(notes: Mapping[str, Any]) -> list[str]:
-    """Sentences for the user; none where nothing is wrong, or the notes of a checkpoint do not say.
+    """Return sentences for the user; none where nothing is wrong, or the notes of a checkpoint do not say.
 
     Read are `steps` and `training.warmup` (int), and `first_quarter_loss` (float): the mean squared error of the noise
     in the first quarter of the timesteps, where detection works.

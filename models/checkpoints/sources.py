@@ -81,7 +81,7 @@ def _diffusers(folder: Path, weights: Path) -> Source:
 
 
 def _format(found: Found) -> str:
-    """The name of the code that writes this layout in this wrapper."""
+    """Return the name of the code that writes this layout in this wrapper."""
     if found.layout is AUTHORS:
         named = {"unet_model_state_dict": "diffusionad", "ema": "anoddpm", "model_state_dict": "anoddpm"}
         if found.wrapper in named:

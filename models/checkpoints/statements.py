@@ -70,7 +70,7 @@ class LoadOptions:
 
 
 def read_sidecar(path: Path) -> Statement | None:
-    """The JSON beside a checkpoint (`name.ext.json`, else `name.json`), or None if there is none."""
+    """Read the JSON beside a checkpoint (`name.ext.json`, else `name.json`), or None if there is none."""
     for sidecar in (path.with_name(path.name + ".json"), path.with_suffix(".json")):
         if sidecar.is_file():
             try:
@@ -81,7 +81,7 @@ def read_sidecar(path: Path) -> Statement | None:
 
 
 def parse_description(obj: Any, origin: str) -> Statement:
-    """A Statement from {"network", "schedule", "prediction", "preprocessing", ...}; other keys are for people."""
+    """Build a Statement from {"network", "schedule", "prediction", "preprocessing", ...}; other keys are for people."""
     if not isinstance(obj, dict) or not obj.keys() & {"network", "schedule", "prediction", "preprocessing"}:
         raise CheckpointError(
             f'has a {origin} that describes no denoiser: it needs "network", "schedule" or "prediction"; '
@@ -104,7 +104,7 @@ def parse_description(obj: Any, origin: str) -> Statement:
 
 
 def parse_prediction(name: Any, origin: str) -> Prediction:
-    """Our name for what a network predicts, from ours or diffusers' names."""
+    """Return our name for what a network predicts, from ours or diffusers' names."""
     names: dict[Any, Prediction] = {
         "epsilon": "eps",
         "v_prediction": "v",
@@ -143,7 +143,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
 
 
 def network_fields(obj: Any, origin: str) -> dict[str, Any]:
-    """UNetConfig fields from constructor arguments under guided-diffusion's, the authors' or our names.
+    """Translate to UNetConfig fields the constructor arguments under guided-diffusion's, the authors' or our names.
 
     "" and None, and -1 for the channels of a head, mean "not said". Unknown names and wrong types: CheckpointError.
     """
@@ -189,7 +189,7 @@ def _switch(value: Any) -> bool:
 
 
 def _square(value: Any) -> int:
-    """64, or the [64, 64] of AnoDDPM's arguments."""
+    """Read 64, or the [64, 64] of AnoDDPM's arguments."""
     sides = {_whole(side) for side in value} if isinstance(value, list | tuple) else {_whole(value)}
     if len(sides) != 1:
         raise ValueError
@@ -197,7 +197,7 @@ def _square(value: Any) -> int:
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
-    """[1, 2], or guided-diffusion's "1,2"."""
+    """Read [1, 2], or guided-diffusion's "1,2"."""
     items = [float(part) for part in value.split(",")] if isinstance(value, str) else [_number(item) for item in value]
     return tuple(int(item) if item.is_integer() else item for item in items)
 
@@ -225,7 +225,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ...]:
-    """Downsampling factors: what the constructor takes as a list; a string ("32,16") holds resolutions instead."""
+    """Read downsampling factors: the constructor takes them as a list; a string ("32,16") holds resolutions instead."""
     try:
         numbers = _numbers(value)
         if not isinstance(value, str):

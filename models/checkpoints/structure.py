@@ -13,7 +13,7 @@ from mdps.models.unet import UNet, UNetConfig
 
 
 def infer_structure(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The UNetConfig fields that shapes decide: all but head count, attention order, image size and constants.
+    """Infer the UNetConfig fields that shapes decide: all but head count, attention order, image size and constants.
 
     Raises CheckpointError where a tensor is missing or the blocks do not make a U-Net.
     """
@@ -46,7 +46,7 @@ def infer_structure(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_fit(config: UNetConfig, tensors: Mapping[str, Tensor]) -> None:
-    """CheckpointError that names the first missing, surplus, misshapen or non-finite tensor."""
+    """Raise a CheckpointError that names the first missing, surplus, misshapen or non-finite tensor."""
     _check_values(config)
     _check_divisions(config)
     with torch.device("meta"):
