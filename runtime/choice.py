@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mdps import __version__
 from mdps.runtime.doctor import engine_versions
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import Manifest
@@ -51,7 +52,8 @@ class CpuSituation:
     @classmethod
     def here(cls, manifest: Manifest, threads: int, samples: int) -> Self:
         """This machine with this bundle; calibrating a bundle does not change it."""
-        return cls(manifest.files_sha256, cpu_model(), threads, samples, engine_versions())
+        releases = {"mdps": __version__} | engine_versions()
+        return cls(manifest.files_sha256, cpu_model(), threads, samples, releases)
 
     @property
     def key(self) -> str:

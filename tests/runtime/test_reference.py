@@ -24,11 +24,14 @@ from mdps.runtime.choice import BackendWarning
 from mdps.runtime.errors import BundleError, UsageError
 from mdps.runtime.loading import choose_backend, open_graphs
 from mdps.runtime.manifest import Manifest, hash_files
-from mdps.runtime.openvino import OpenVinoSession
+from mdps.runtime.openvino import OpenVinoSession, has_bfloat16
 from mdps.runtime.reference import COMPARED, FILE_NAME, Output, Reference
 from mdps.runtime.schedule import NoiseSchedule
 
-pytest.importorskip("openvino")
+library = pytest.importorskip("openvino")
+needs_bfloat16 = pytest.mark.skipif(
+    not has_bfloat16(library.Core()), reason="this processor has no bfloat16: AMX and AVX512_BF16 are missing"
+)
 OPTIONS = ExportOptions(backbone="random_tiny", noise_level=198, steps=2)
 ALONE = replace(OPTIONS, engines=("onnxruntime",))
 
@@ -298,6 +301,32 @@ def test_the_inputs_never_change() -> None:
 
 GOLDEN_PICTURE = (0.47532055, -0.58927691, -0.70176363)
 GOLDEN_NOISE = (0.64559376, -0.31623152, 0.26975071)
+
+
+@needs_bfloat16
+def test_steps_in_bfloat16_have_a_tolerance_of_their_own(
+    bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(bundle, "openvino-bf16")
+    (entry,) = json.loads(cache.read_text()).values()
+    assert {name for name in entry["agreed"] if name.endswith(" in bf16")} == {
+        name for name in entry["agreed"] if name.startswith("guided_step")
+    }
+    cache.unlink()
+    run = OpenVinoSession.run
+    monkeypatch.setattr(OpenVinoSession, "run", lambda *given: {k: 1.3 * v for k, v in run(*given).items()})
+    with pytest.raises(BackendError, match=r"in bf16 computes the guided_step .* and 0\.2 is allowed"):
+        opened(bundle, "openvino-bf16")
+
+
+def test_files_of_mnn_are_compared_with_the_same_reference(
+    checkpoint: Path, tmp_path: Path, comparisons: list[list[str]]
+) -> None:
+    pytest.importorskip("MNN")
+    made = export_bundle(checkpoint, tmp_path / "mnn", replace(ALONE, backend="mnn"))
+    comparisons.clear()
+    opened(made, "mnn")
+    assert comparisons == [["guided_step"]], "onnxruntime computes the others, and the export has compared that"
 
 
 def test_errors_show_in_a_value_and_in_the_norm() -> None:
