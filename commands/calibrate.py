@@ -44,7 +44,7 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     Use images that took no part in training, and never those of a test. All of them are used or none: one that cannot
     be read ends the command, which names it and changes nothing.
     """
-    from mdps.commands.messages import mention_plans, next_predict, told_calibration
+    from mdps.commands.messages import describe_calibration, mention_plans, next_predict
     from mdps.runtime.manifest import Manifest
     from mdps.serving.run import calibrate_folder
 
@@ -57,5 +57,5 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     if as_json:
         print_values(calibration.to_json(), as_json)
         return
-    print_values(told_calibration(calibration, before), as_json)
+    print_values(describe_calibration(calibration, before), as_json)
     click.echo(next_predict(bundle, options))

@@ -25,7 +25,7 @@ Examples:
 @AS_JSON
 @TRACEBACK
 def demo(out: Path, threads: int | None, as_json: bool) -> None:
-    """Export the checkpoint that ships with mdps, calibrate it, and inspect photographs with defects put in."""
+    """Export the checkpoint that ships with mdps, calibrate it, and judge photographs with defects put in."""
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.demo import run_demo
     print_values(run_demo(out, threads=threads, say=say).to_json(), as_json)

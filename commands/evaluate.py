@@ -108,7 +108,7 @@ def evaluate(
 
 
 def chosen_categories(dataset: Path, names: tuple[str, ...]) -> "tuple[Category, ...]":
-    """The categories of a data set that have test images, or those of `names`; UsageError where there are none."""
+    """Return the categories of a data set that have test images, or those of `names`; UsageError for none."""
     from mdps.benchmarks.datasets import find_categories
     from mdps.runtime.errors import UsageError
 

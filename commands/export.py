@@ -65,7 +65,7 @@ def export(
 
 
 def _check_before_export(good: Path | None, one_file: bool, guidance_backend: str, precision: str) -> None:
-    """What would fail after an export of minutes, said before it."""
+    """Raise a UsageError for what would fail only after an export of minutes."""
     if good is not None and precision == "bf16":
         raise click.UsageError("--calibrate runs on the CPU, which has no bf16: calibrate on the machine with the card")
     if one_file and good is None:

@@ -14,27 +14,29 @@ NUMBERS: dict[Any, tuple[Any, Any]] = {int: (click.IntRange, click.INT), float: 
 
 
 def fields(
-    *classes: type[Dataclass],
-    without: Iterable[str] = (),
-    only: Iterable[str] | None = None,
-    recipes: Mapping[str, Dataclass] | None = None,
+    cls: type[Dataclass], *, without: Iterable[str] = (), recipes: Mapping[str, Dataclass] | None = None
 ) -> Callable[[Command], Command]:
-    """A decorator that adds an option for each setting of the dataclasses; their values arrive under the fields' names.
+    """Return a decorator that adds an option for each field; the values arrive under the fields' names.
 
     With `recipes` a default is what each of these says, and an option that is not given is None.
     """
 
     def add(command: Command) -> Command:
-        for setting in reversed(_chosen(classes, without, only)):
-            command = click.option(setting.flag, setting.name, **_attributes(setting, recipes))(command)
+        for setting in reversed(settings_of(cls)):
+            if setting.name not in without and not setting.option.seldom:
+                command = click.option(setting.flag, setting.name, **_attributes(setting, recipes))(command)
         return command
 
     return add
 
 
-def settings(*classes: type[Dataclass], without: Iterable[str] = (), of: str) -> Callable[[Command], Command]:
-    """A decorator that adds `--set KEY=VALUE` for the same settings; what is given arrives as `settings`, by name."""
-    known = {setting.key: setting for setting in _chosen(classes, without, None)}
+def settings(cls: type[Dataclass] | None, others: Iterable[Setting] = (), *, of: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds `--set KEY=VALUE` for what is set seldom of `cls`, and for the `others`.
+
+    What is given arrives as `settings`, by the fields' names.
+    """
+    seldom = [setting for setting in (settings_of(cls) if cls else ()) if setting.option.seldom]
+    known = {setting.key: setting for setting in (*seldom, *others)}
 
     def read(context: click.Context, _: click.Parameter, texts: tuple[str, ...]) -> dict[str, Any]:
         if "help" in texts:
@@ -54,13 +56,8 @@ def settings(*classes: type[Dataclass], without: Iterable[str] = (), of: str) ->
     )  # fmt: skip
 
 
-def _chosen(classes: Iterable[type[Dataclass]], without: Iterable[str], only: Iterable[str] | None) -> list[Setting]:
-    every = [setting for cls in classes for setting in settings_of(cls) if setting.name not in set(without)]
-    return every if only is None else [setting for setting in every if setting.name in set(only)]
-
-
 def _attributes(setting: Setting, recipes: Mapping[str, Dataclass] | None) -> dict[str, Any]:
-    """What click is told of an option."""
+    """Return the arguments of `click.option`."""
     default, option = (None if recipes else _shown(setting, setting.default)), setting.option
     told: dict[str, Any] = {"default": default, "show_default": default is not False, "help": option.help}
     if recipes:
@@ -89,7 +86,7 @@ def _defaults(setting: Setting, recipes: Mapping[str, Dataclass]) -> str:
 
 
 def _shown(setting: Setting, value: Any) -> Any:
-    """A default as the user would give it."""
+    """Return a default as the user would give it."""
     if isinstance(value, tuple):
         return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value) or "none"
     if value is None or setting.kind not in NUMBERS:
@@ -125,7 +122,7 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
 
 
 def _list_of(setting: Setting) -> Callable[[str], tuple[Any, ...]]:
-    """Reads a list such as 1,2,4 ("none": an empty one)."""
+    """Return a reader of lists such as 1,2,4 ("none": an empty one)."""
     kind, _ = get_args(setting.kind)
     one = _type(kind, setting.option)
 
@@ -163,7 +160,7 @@ def _value(context: click.Context, setting: Setting, text: str) -> Any:
 
 
 def _listed(known: Iterable[Setting]) -> str:
-    """The keys, with what each takes and does."""
+    """Return a line for each key: the values it takes, and its help."""
     lines = [(f"{setting.key}={_takes(setting)}", f"{setting.option.help}{_default(setting)}") for setting in known]
     width = max(len(pair) for pair, _ in lines)
     return "\n".join(f"{pair:{width}}  {told}" for pair, told in lines)

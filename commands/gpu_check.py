@@ -13,7 +13,7 @@ from mdps.commands.terminal import SOME_FAILED
 
 
 def _among(*known: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
-    """A callback that takes some of the known names, between commas."""
+    """Return a callback that reads some of the known names, between commas."""
 
     def convert(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
         given = value.split(",")

@@ -23,11 +23,11 @@ def inspect(path: Path, as_json: bool) -> None:
     from mdps.runtime.manifest import FILE_NAME, Manifest
 
     if (path / FILE_NAME).is_file():
-        from mdps.commands.messages import told_bundle
+        from mdps.commands.messages import describe_bundle
 
         manifest = Manifest.read(path)
         if not as_json:
-            print_values(told_bundle(manifest, path), as_json)
+            print_values(describe_bundle(manifest, path), as_json)
             click.echo("\nAll that its manifest says:")
         print_values(manifest.to_json(), as_json)
         return

@@ -1,4 +1,4 @@
-"""What the commands say of a bundle and a calibration, in a few lines for people."""
+"""Messages of the commands about a bundle and its calibration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ from mdps.runtime.plans import plans_of
 _MODES = {"paper": "mdps, as the paper has it", "reference": "mdps, as the authors' code has it"}
 
 
-def told_calibration(found: Calibration, before: Calibration | None) -> dict[str, str]:
-    """A calibration that was just stored, `before` being the one whose place it took."""
+def describe_calibration(found: Calibration, before: Calibration | None) -> dict[str, str]:
+    """Describe a calibration that was just stored in the place of `before`."""
     old = "" if before is None else f" (replaces {before.threshold:.5g}, of {images(before)})"
     return {
         "threshold": f"{found.threshold:.5g}{old}",
@@ -25,8 +25,8 @@ def told_calibration(found: Calibration, before: Calibration | None) -> dict[str
     }
 
 
-def told_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
-    """What a bundle is, and whether it gives verdicts."""
+def describe_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
+    """Describe a bundle, and whether it gives verdicts."""
     height, width = manifest.preprocessing.network_size
     sampler = manifest.settings.sampler
     plans = plans_of(manifest)
@@ -46,26 +46,26 @@ def told_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
 
 
 def false_alarms(calibration: Calibration) -> str:
-    """The promise, and what was asked for where that is something else."""
+    """Return the promised rate, with the one that was asked for where they differ."""
     promised, asked = calibration.expected_false_alarm_rate, calibration.false_alarm_rate
     more = "" if promised <= asked + 1e-9 else f", which so few images can promise; {100 * asked:.3g} % was asked for"
     return f"at most {100 * promised:.3g} % of further good parts{more}"
 
 
 def images(calibration: Calibration) -> str:
-    """How many, in words."""
+    """Return the number of images in words."""
     return f"{calibration.images} good image{'' if calibration.images == 1 else 's'}"
 
 
 def next_predict(bundle: object, options: Mapping[str, Any]) -> str:
-    """The command that comes after a calibration with these options, of which None and defaults are left out."""
+    """Return the command to run after a calibration with these options, without those that are defaults."""
     usual = {"product": "default", "backend": "onnxruntime", "provider": "cpu"}
     given = [f" --{name} {value}" for name, value in options.items() if value not in (None, usual.get(name))]
     return f"next: mdps predict {bundle} IMAGES --out results{''.join(given)}"
 
 
 def mention_plans(*bundles: object) -> None:
-    """A line on stderr for each bundle with engine plans that the current command's defaults would leave unused.
+    """Print a line on stderr for each bundle with engine plans that the command's defaults leave unused.
 
     Nothing where --backend or --provider was given: then the processor was chosen. A folder that is no bundle is left
     to `load`.

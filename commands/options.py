@@ -62,12 +62,12 @@ RESOLUTION = click.option(
 
 
 def largest_side(resolution: str) -> int | None:
-    """The pixels that RESOLUTION stands for; None for all there are."""
+    """Return the pixels that RESOLUTION stands for, None for all there are."""
     return None if resolution == "full" else int(resolution)
 
 
 def listed(kind: Callable[[str], Any], example: str) -> Callback:
-    """A callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
+    """Return a callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
 
     def read(_: click.Context, __: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
         if value is None:

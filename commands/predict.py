@@ -87,7 +87,7 @@ def predict(
 
 
 class _RowPrinter:
-    """Prints rows. A stdout that cannot be written ends the printing, and the run only when its files are complete."""
+    """Prints rows. Where stdout cannot be written it stops, and the run fails only when its files are complete."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json

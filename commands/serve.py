@@ -1,4 +1,4 @@
-"""The command `mdps serve`."""
+"""`mdps serve`: parses, calls, prints."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def serve(bundles: tuple[str, ...], **options: Any) -> None:
 
 
 def _keep_stderr() -> None:
-    """Started with stderr closed, nothing else may be opened as 2: the log would be written into it."""
+    """Open a stderr where there is none: the next file opened would be number 2, and get the log."""
     if sys.stderr is None:
         while os.open(os.devnull, os.O_RDWR) < 2:
             pass

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from mdps.commands.fields import Command, settings
 from mdps.export.options import ExportOptions
+from mdps.runtime.option import Dataclass, settings_of
 
 FOR_ENGINES = ("backend", "compute_capability", "max_batch", "count_nodes")
 
 
-def detector_settings(*decided: str) -> Callable[[Command], Command]:
-    """`--set` for what `mdps export` can be told of the detector, but for what the study decides itself."""
-    return settings(ExportOptions, without=(*decided, *FOR_ENGINES), of="an option of `mdps export`")
+def detector_settings(*decided: str, own: type[Dataclass] | None = None) -> Callable[[Command], Command]:
+    """Return `--set` for options of `mdps export` that the study does not decide, and for seldom ones of its own."""
+    others = [one for one in settings_of(ExportOptions) if one.name not in (*decided, *FOR_ENGINES)]
+    return settings(own, others, of="an option of `mdps export`, or one of the study that is seldom needed")
 
 
 def count(text: str) -> int:

@@ -30,7 +30,7 @@ _DISKS = {
 
 @contextmanager
 def needs(*extras: str) -> Iterator[None]:
-    """Turns a missing package into a sentence that says which extras bring it.
+    """Turn a missing package into a sentence that says which extras bring it.
 
     Never `cpu` where an onnxruntime is there: it may be [gpu]'s, which the wheel of [cpu] would overwrite.
     """
@@ -48,19 +48,19 @@ def needs(*extras: str) -> Iterator[None]:
 
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
-    """Says each warning as one line on stderr, without the place in the source that Python would name."""
+    """Print each warning as one line on stderr, without the place in the source that Python would name."""
     with warnings.catch_warnings():  # puts back what is set here
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
         yield
 
 
 def say(text: str) -> None:
-    """What goes on, on stderr: stdout is for results."""
+    """Print progress on stderr: stdout is for results."""
     click.echo(text, err=True)
 
 
 def print_values(values: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object on one line, or a line a value with inner keys below their own."""
+    """Print one JSON object on one line, or a line a value with inner keys below their own."""
     click.echo(json.dumps(values) if as_json else "\n".join(_lines(values, "")))
 
 
@@ -88,7 +88,7 @@ def _plain(value: Any) -> str:
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None, name: str | None = None) -> int:
-    """Runs a command and gives its exit code; whatever goes wrong ends as one sentence on stderr."""
+    """Run a command and return its exit code; an error becomes one sentence on stderr."""
     state: dict[str, bool] = {}
     _print_any_name()
     try:
@@ -114,13 +114,13 @@ def _flush() -> None:
 
 
 def _drop_stdout() -> None:
-    """Python would complain when it flushes at exit, so give it somewhere to flush to."""
+    """Point stdout at the null device, or Python would complain when it flushes at exit."""
     with suppress(OSError, ValueError):  # a test's stdout is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_any_name() -> None:
-    """Lets stdout escape what its encoding lacks: one name of a file must not end a run (cp1252 on Windows)."""
+    """Let stdout escape what its encoding lacks: one name of a file must not end a run (cp1252 on Windows)."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

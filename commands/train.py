@@ -94,7 +94,7 @@ def train(
 
 
 def _training_images(folder: Path, say: Callable[[str], object]) -> tuple[Path | tuple[Path, ...], str]:
-    """What to learn from, and the layout it comes in: a plain folder, or a data set's category (its images only)."""
+    """Return the images to learn from and their layout: a plain folder, or the images of a data set's category."""
     parts = [folder, *(sub for sub in folder.iterdir() if sub.is_dir())] if folder.is_dir() else []
     if not any((part / inner).is_dir() for part in parts for inner in ("train", "Data")):
         return folder, "plain"
@@ -108,5 +108,5 @@ def _training_images(folder: Path, say: Callable[[str], object]) -> tuple[Path |
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the others keep the defaults of what they are passed to."""
+    """Return the options that were given; the others keep the defaults of what they are passed to."""
     return {name: value for name, value in options.items() if value is not None}

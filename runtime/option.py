@@ -1,4 +1,4 @@
-"""What a user may set: the help and the range beside a dataclass's field, whose name, type and default are used too.
+"""The help and the range of a setting, beside the dataclass's field whose name, type and default it has.
 
     steps: Annotated[int | None, Option("Denoising steps N of a pass.", low=1)] = None
 
@@ -29,7 +29,7 @@ class Option:
     `low` and `high` bound a number or each number of a list; `above` says that `low` itself is out. `flag` is the
     option's name where it is not the field's. The field is `unit` times what the user gives. `words` are all that may
     be given, where the type does not say; of `choices` each makes a value. `example` is a list's. `parse` reads a text,
-    with a ValueError for the user.
+    with a ValueError for the user. What is set `seldom` has no option of its own, only a key of `--set`.
     """
 
     help: str = ""
@@ -42,6 +42,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     words: tuple[str, ...] = ()
     choices: Mapping[str, Callable[[], Any]] | None = None
+    seldom: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,19 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What `--set` calls it: the option without its dashes."""
+        """Its name for `--set`: the option without its dashes."""
         return self.flag.split("/")[0].removeprefix("--")
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All values, where they are words."""
+        """All values, where these are words."""
         if self.option.words or self.option.choices:
             return self.option.words or tuple(self.option.choices or ())
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
 
 def settings_of(cls: type[Dataclass]) -> tuple[Setting, ...]:
-    """The fields of a dataclass, and of those inside it, that have an `Option`."""
+    """Return the fields of a dataclass, and of those inside it, that have an `Option`."""
     return tuple(_settings(cls))
 
 
@@ -88,7 +89,7 @@ def _settings(cls: type[Dataclass]) -> Iterator[Setting]:
 
 
 def _inner(field: Field[Any]) -> type[Dataclass] | None:
-    """The dataclass that a field holds."""
+    """Return the dataclass that a field holds, if it holds one."""
     return field.type if isinstance(field.type, type) and is_dataclass(field.type) else None
 
 
@@ -100,7 +101,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass with these values, by name, of its fields and of those inside it; None keeps a default."""
+    """Return the dataclass with these values of its fields and of those inside it, by name; None keeps a default."""
     unknown = set(values) - set(_names(cls))
     if unknown:
         raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")

@@ -12,7 +12,7 @@ from mdps.commands import COMMANDS
 from mdps.commands.fields import fields, settings
 from mdps.commands.terminal import run
 from mdps.runtime.errors import UsageError
-from mdps.runtime.option import Option, build, check_ranges
+from mdps.runtime.option import Option, build, check_ranges, settings_of
 
 FOLDER = Path(fields.__code__.co_filename).parent
 
@@ -38,7 +38,11 @@ class Given:
     folder: Annotated[Path | None, Option("Where to.")] = None
     limit: Annotated[int, Option("Of a body.", low=0, above=True, unit=2**20, flag="--limit-mib")] = 16 * 2**20
     inner: Inner = field(default_factory=Inner)
+    calm: Annotated[int, Option("Seconds to wait.", low=0, seldom=True)] = 3
     silent: int = 7
+
+
+ALWAYS = [one for one in settings_of(Given) if one.name not in ("quick", "calm")]
 
 
 def called(*words: str, decorator: Any = None) -> tuple[int, dict[str, Any]]:
@@ -55,7 +59,7 @@ def called(*words: str, decorator: Any = None) -> tuple[int, dict[str, Any]]:
 
 def set_to(*pairs: str) -> tuple[int, dict[str, Any]]:
     words = [word for pair in pairs for word in ("--set", pair)]
-    code, seen = called(*words, decorator=settings(Given, without=["quick"], of="a field"))
+    code, seen = called(*words, decorator=settings(Given, ALWAYS, of="a field"))
     return code, seen.get("settings", {})
 
 
@@ -129,6 +133,11 @@ def test_a_wrong_setting_is_a_sentence(pair: str, sentence: str, capsys: pytest.
     assert sentence in capsys.readouterr().err
 
 
+def test_what_is_set_seldom_is_a_key_and_no_option() -> None:
+    assert called("--calm", "4")[0] == 2
+    assert set_to("calm=4") == (0, {"calm": 4})
+
+
 def test_a_key_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert set_to("side=8", "side=9")[0] == 2
     assert "side is given twice" in capsys.readouterr().err
@@ -137,8 +146,9 @@ def test_a_key_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert set_to("help")[0] == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split(maxsplit=1) == ["side=N", "Side of the images. [default: 64]"]
-    assert [line.split("=")[0] for line in lines[4:7]] == ["steps", "box", "mask"]
+    assert lines[0].split(maxsplit=1) == ["calm=N", "Seconds to wait. [default: 3]"]
+    assert lines[1].split(maxsplit=1) == ["side=N", "Side of the images. [default: 64]"]
+    assert [line.split("=")[0] for line in lines[5:8]] == ["steps", "box", "mask"]
     assert "shape=square" in lines[-1]
 
 
@@ -158,8 +168,8 @@ def test_help_shows_defaults_and_ranges(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_recipes_show_their_defaults_and_leave_the_option_open(capsys: pytest.CaptureFixture[str]) -> None:
     recipes = {"paper": Given(), "small": Given(side=32, share=0.5)}
-    decorator = fields(Given, only=["side", "rate", "share", "quick"], recipes=recipes)
-    assert called(decorator=decorator)[1] == dict.fromkeys(["side", "rate", "share", "quick"])
+    decorator = fields(Given, without=["shape", "heads"], recipes=recipes)
+    assert called(decorator=decorator)[1] == dict.fromkeys(one for one in called()[1] if one not in ("shape", "heads"))
     called("--help", decorator=decorator)
     text = " ".join(capsys.readouterr().out.split())
     assert "Side of the images. [default: 64, small: 32]" in text

@@ -1,0 +1,151 @@
+"""The options of the studies; without what the studies need, so that a command can list them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from mdps.runtime.errors import require
+from mdps.runtime.option import Option
+from mdps.runtime.settings import EXIT_SHARES
+
+SCALES = (10.0, 20.0, 50.0, 100.0, 200.0, 300.0)
+PRECISIONS = {
+    "int8-features": "int8 feature network",
+    "fp16-weights": "weights stored in fp16",
+    "bf16-steps": "steps in bfloat16",
+}
+DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Choices of a reproduction; None leaves one to the table.
+
+    `samples` (N_s), `methods` (other detectors on our denoiser), `peers` (of anomalib), `scales` (rho); `choices` are
+    options of `mdps export` by name. `largest` as in `evaluate`. `peer_minutes`, `textures` and `device` as in
+    `PeerOptions`. `command` is recorded.
+    """
+
+    table: str
+    categories: tuple[str, ...] = ()
+    samples: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "Numbers of posterior samples N_s [default: the table's: 1; 1,16 in 1, 2 and ablation; 1,2,4,8,16 in 5].",
+            low=1,
+            example="1,2,4",
+        ),
+    ] = None
+    methods: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "Other detectors on the same denoiser: ddim, anoddpm, autoddpm, ddad, or none [default: the table's].",
+            example="anoddpm,autoddpm",
+        ),
+    ] = None
+    peers: Annotated[
+        tuple[str, ...],
+        Option(
+            "Detectors of anomalib, fitted to the good images: patchcore, draem, padim, ..", example="patchcore,draem"
+        ),
+    ] = ()
+    scales: Annotated[
+        tuple[float, ...], Option("Guidance scales, of the table rho.", low=0, flag="--rho", example="50,100")
+    ] = SCALES
+    every: int = 1
+    largest: int | None = 256
+    backend: str = "onnxruntime"
+    threads: int | None = None
+    batch: Annotated[int, Option("Images judged at once.", low=1)] = 1
+    peer_minutes: Annotated[
+        float | None, Option("End each iterative fit of a peer within so many.", low=0, above=True, seldom=True)
+    ] = None
+    textures: Annotated[Path | None, Option("Pictures that DRAEM pastes [default: scikit-image's].", seldom=True)] = (
+        None
+    )
+    device: Annotated[str, Option("Where the peers are fitted: auto, cpu, cuda, cuda:N.")] = "cpu"
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Settings to try; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image.
+
+    `choices` are options of `mdps export` by name, without those that the sweep varies. `finalists`: how many of the
+    best weightings get a masked pass for each lambda.
+    """
+
+    scales: Annotated[tuple[float, ...], Option("Guidance scales.", low=0, flag="--rho", example="20,100")] = (
+        20.0, 50.0, 100.0, 200.0,
+    )  # fmt: skip
+    etas: Annotated[tuple[float, ...], Option("Weights of the pixel term.", low=0, flag="--eta", example="0.3,1")] = (
+        0.1,
+        0.3,
+        1.0,
+        2.0,
+    )
+    lambdas: Annotated[tuple[float, ...], Option("Of the mask.", low=0, flag="--lambda", example="0.1,0.25")] = (
+        0.05,
+        0.1,
+        0.25,
+    )
+    smoothings: Annotated[
+        tuple[float, ...],
+        Option("Sigma of the map's blur in pixels of a 64 x 64 image.", low=0, flag="--smoothing", example="0,1"),
+    ] = (0.0, 1.0, 2.0)
+    tops: Annotated[
+        tuple[float, ...],
+        Option("Pixels the image score averages, of a 256 x 256 map.", low=0, flag="--top", example="125,500"),
+    ] = (125.0, 500.0, 2000.0)
+    finalists: Annotated[
+        int, Option("How many of the best weightings get a masked pass for each lambda.", low=1, seldom=True)
+    ] = 3
+    every: int = 1
+    largest: int | None = 256
+    threads: int | None = None
+    category: str | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class TradeOptions:
+    """Ways to compare. `steps`: N of each gradient, the largest is the reference's.
+
+    `free_scale`, `ddad_scale`: guidance scales of those gradients (None: the bundle's own for the first). `precisions`
+    of `PRECISIONS`; `exits`: early exits. `calibration`: good images that show the int8 ranges, and which images may
+    exit. `rounds`: times each way is timed. `choices` are options of `mdps export` by name. The rest as in `reproduce`.
+    """
+
+    steps: Annotated[tuple[int, ...], Option("Numbers of steps N.", low=1, example="3,5,10")] = (3, 5, 10)
+    free_scale: Annotated[
+        float | None,
+        Option("Guidance scale of jacobian-free [default: the exact one's].", flag="--jacobian-free-rho", seldom=True),
+    ] = None
+    ddad_scale: Annotated[float, Option("Guidance scale of ddad.", flag="--ddad-w", seldom=True)] = DDAD_SCALE
+    precisions: Annotated[
+        tuple[str, ...],
+        Option(f"Of {', '.join(PRECISIONS)}, or none.", flag="--reduced", example=",".join(PRECISIONS)),
+    ] = tuple(PRECISIONS)
+    exits: Annotated[
+        tuple[float, ...], Option("Shares of good parts, or none.", flag="--early-exit", example="0.5,0.9")
+    ] = (0.5, 0.9)
+    calibration: Annotated[int, Option("Good images for int8's ranges and the exits.", low=1, seldom=True)] = 100
+    rounds: Annotated[int, Option("Times each way is timed.", low=1)] = 11
+    every: int = 1
+    largest: int | None = 256
+    backend: str = "onnxruntime"
+    threads: int | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        require(len(set(self.steps)) >= 2, "the study needs at least two numbers of --steps: time is a line over them")
+        require(min(self.steps) >= 1, "a pass needs at least one step")
+        require(self.rounds >= 1 and self.calibration >= 1, "rounds and calibration images should be at least 1")
+        for share in self.exits:
+            require(share in EXIT_SHARES, f"an early exit is a multiple of 0.05 from 0.05 to 0.95, not {share:g}")
+        for name in self.precisions:
+            require(name in PRECISIONS, f"there is no precision {name!r}: choose among {', '.join(PRECISIONS)}")
