@@ -1,6 +1,6 @@
 """Options of the commands, in groups; names and ranges only, so that help is quick."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,65 +88,3 @@ def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> 
 TRACEBACK = click.option(
     "--traceback", is_flag=True, expose_value=False, callback=_show_traceback, help="Show where an error came from."
 )
-
-
-def _apply(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
-    for option in reversed(options):  # as a stack of decorators would
-        command = option(command)
-    return command
-
-
-def bench_choices(command: Command) -> Command:
-    """What `BenchOptions` holds, under its names."""
-    path, names, counts = click.Path(path_type=Path), listed(str, "patchcore,draem"), listed(int, "2,4,8")
-    options = (
-        click.option("--ckpt", type=path, help="The bundle's checkpoint, for torch [default: beside the bundle]."),
-        click.option(
-            "--backends", callback=names, default="onnxruntime,openvino,mnn,openvino-bf16", show_default=True,
-            help="Of ours, or none.",
-        ),
-        click.option(
-            "--torch", "ways", callback=names, default="authors,eager,compile", show_default=True,
-            help="Ways of running the checkpoint in torch, or none.",
-        ),
-        click.option(
-            "--methods", callback=names, default="anoddpm,autoddpm", show_default=True,
-            help="Other detectors on our runtime, exported from the checkpoint; or none.",
-        ),
-        click.option(
-            "--peers", callback=names, default="patchcore,draem", show_default=True,
-            help="Detectors of anomalib: patchcore, draem, padim, efficientad; or none.",
-        ),
-        click.option(
-            "--batches", callback=counts, default="4", show_default=True, help="Batches to measure besides 1, or none."
-        ),
-        click.option(
-            "--samples", callback=counts, default="4", show_default=True, help="N_s to measure besides 1, or none."
-        ),
-        click.option(
-            "--sizes", callback=counts, default="none", show_default=True,
-            help="Sides of images to measure as well, such as 64,96,128, exported from the checkpoint.",
-        ),
-        click.option(
-            "--single-file", "one_file", is_flag=True,
-            help="Also the calibrated bundle as one ONNX file, in plain ONNX Runtime.",
-        ),
-        click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Times each one runs."),
-        click.option(
-            "--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Runs before, after the first."
-        ),
-        click.option(
-            "--device", default="cpu", show_default=True,
-            help="Where all run: cpu, cuda, or a card's index as nvidia-smi shows it, or its UUID.",
-        ),
-        click.option("--good", type=path, help="Good parts for the peers' memory [default: made-up images]."),
-        click.option(
-            "--bank-images", type=click.IntRange(1), default=200, show_default=True, help="How many of them."
-        ),
-        click.option("--backbone-weights", type=path, help="Of the feature network, for torch, as at the export."),
-        click.option(
-            "--patience", type=click.FloatRange(0, min_open=True), default=1800.0, show_default=True,
-            help="Seconds after which a competitor that answers nothing is given up.",
-        ),
-    )  # fmt: skip
-    return _apply(options, command)

@@ -64,7 +64,7 @@ def _images(spec: Spec, preprocessing: Preprocessing) -> Images:
     if spec.good is not None:
         files = sorted(path for path in Path(spec.good).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not files:
-            raise SkippedError(f"{spec.good} holds no images: give --good a folder of good parts")
+            raise SkippedError(f"{spec.good} holds no images: give --set good=FOLDER a folder of good parts")
     for index in range(min(spec.bank_images, len(files)) if files else spec.bank_images):
         image = preprocessing(files[index]) if files else observation(preprocessing.network_size, 100 + index)
         yield torch.from_numpy((image + 1) / 2)[None].to(spec.device)

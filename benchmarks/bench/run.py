@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 from mdps.benchmarks.bench.machine import machine_facts
 from mdps.benchmarks.bench.rate import forward_flop
@@ -16,6 +16,7 @@ from mdps.benchmarks.bench.variations import Variations
 from mdps.runtime.cards import cards, find
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
+from mdps.runtime.option import Option
 from mdps.runtime.session import BACKENDS, PLAN_BACKENDS
 from mdps.runtime.threads import available_cpus
 
@@ -36,24 +37,52 @@ class BenchOptions:
     made from the checkpoint. `one_file`: the bundle as detector.onnx in plain ONNX Runtime as well.
     """
 
-    backends: tuple[str, ...] = BACKENDS
-    ways: tuple[str, ...] = tuple(WAYS)
-    methods: tuple[str, ...] = tuple(METHOD_NAMES)
-    peers: tuple[str, ...] = ("patchcore", "draem")
-    batches: tuple[int, ...] = (4,)
-    samples: tuple[int, ...] = (4,)
-    sizes: tuple[int, ...] = ()
-    one_file: bool = False
-    rounds: int = 5
-    warm_up: int = 1
+    ckpt: Annotated[Path | None, Option("The bundle's checkpoint, for torch [default: beside the bundle].")] = None
+    backends: Annotated[tuple[str, ...], Option("Of ours, or none.", example="onnxruntime,mnn")] = BACKENDS
+    ways: Annotated[
+        tuple[str, ...],
+        Option("Ways of running the checkpoint in torch, or none.", flag="--torch", example="authors,eager"),
+    ] = tuple(WAYS)
+    methods: Annotated[
+        tuple[str, ...],
+        Option("Other detectors on our runtime, exported from the checkpoint; or none.", example="anoddpm,autoddpm"),
+    ] = tuple(METHOD_NAMES)
+    peers: Annotated[
+        tuple[str, ...],
+        Option(f"Detectors of anomalib: {', '.join(PEER_NAMES)}; or none.", example="patchcore,draem"),
+    ] = ("patchcore", "draem")
+    batches: Annotated[tuple[int, ...], Option("Batches to measure besides 1, or none.", low=1, example="2,4,8")] = (4,)
+    samples: Annotated[tuple[int, ...], Option("N_s to measure besides 1, or none.", low=1, example="2,4,8")] = (4,)
+    sizes: Annotated[
+        tuple[int, ...],
+        Option(
+            "Sides of images to measure as well, such as 64,96,128, exported from the checkpoint.",
+            low=1,
+            example="64,96,128",
+        ),
+    ] = ()
+    one_file: Annotated[
+        bool,
+        Option("Also the calibrated bundle as one ONNX file, in plain ONNX Runtime.", flag="--single-file"),
+    ] = False
+    rounds: Annotated[int, Option("Times each one runs.", low=1)] = 5
     threads: int | None = None
-    device: str = "cpu"
-    ckpt: Path | None = None
-    backbone_weights: Path | None = None
-    good: Path | None = None
-    bank_images: int = 200
-    matrix_side: int = 2048
-    patience: float = 1800.0
+    device: Annotated[
+        str, Option("Where all run: cpu, cuda, or a card's index as nvidia-smi shows it, or its UUID.")
+    ] = "cpu"
+    warm_up: Annotated[int, Option("Runs before those that count, after the first.", low=0)] = 1
+    good: Annotated[Path | None, Option("Good parts for the peers' memory [default: made-up images].", seldom=True)] = (
+        None
+    )
+    bank_images: Annotated[int, Option("How many of them.", low=1, seldom=True)] = 200
+    backbone_weights: Annotated[
+        Path | None, Option("Of the feature network, for torch, as at the export.", seldom=True)
+    ] = None
+    matrix_side: Annotated[int, Option("Of the product that measures the machine's rate.", low=16, seldom=True)] = 2048
+    patience: Annotated[
+        float,
+        Option("Seconds after which a competitor that answers nothing is given up.", low=0, above=True, seldom=True),
+    ] = 1800.0
 
     def __post_init__(self) -> None:
         for kind, given, known in (
