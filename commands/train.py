@@ -55,7 +55,7 @@ def train(
     """Fit a denoiser to images of good parts.
 
     FOLDER holds them, or is a category of MVTec AD, BTAD, VisA, .. whose training images are taken. Leaves
-    denoiser.safetensors in --out, ready for `mdps export`, and what docs/training.md lists.
+    denoiser.safetensors in --out, ready for `mdps export`, and what docs/use/training.md lists.
     """
     if options["steps"] and options["epochs"]:
         raise click.UsageError("a run is so many --steps or so many --epochs long: give one of them")

@@ -1,6 +1,6 @@
 """Detectors by diffusion as settings of the one sampler, each with what its publication and its code chose.
 
-What differs from the publications is told in docs/methods.md.
+What differs from the publications is told in docs/use/methods.md.
 """
 
 from collections.abc import Callable

@@ -60,7 +60,7 @@ class ExportOptions:
     method: Annotated[
         str | None,
         Option(
-            "The detector, with its publication's settings (docs/methods.md) [default: mdps].", words=tuple(METHODS)
+            "The detector, with its publication's settings (docs/use/methods.md) [default: mdps].", words=tuple(METHODS)
         ),
     ] = None
     preset: Annotated[str | None, Option("The authors' settings of a category, such as mvtec/bottle.")] = None
@@ -69,7 +69,7 @@ class ExportOptions:
     ] = "onnx"
     precision: Annotated[
         Literal["fp32", "fp16", "bf16"],
-        Option("What the denoiser computes in; less than fp32 is for GPUs (docs/gpu.md)."),
+        Option("What the denoiser computes in; less than fp32 is for GPUs (docs/use/gpu.md)."),
     ] = "fp32"
     gradient: Annotated[
         Literal["exact", "jacobian-free", "ddad"] | None,
@@ -120,7 +120,7 @@ class ExportOptions:
     count_nodes: Annotated[bool, Option("Count the graphs' nodes, and what torch performs for a guided step.")] = False
     backend: Annotated[
         Literal["tensorrt", "tensorrt-rtx", "mnn"] | None,
-        Option("Write this library's own files too: engine plans for a card (docs/gpu.md), or graphs for the CPU."),
+        Option("Write this library's own files too: engine plans for a card (docs/use/gpu.md), or graphs for the CPU."),
     ] = None
     compute_capability: Annotated[
         tuple[str, ...] | None,

@@ -1,4 +1,4 @@
-"""One sampling step as a module that records to a graph: everything of the step is inside (docs/architecture.md)."""
+"""One sampling step as a module that records to a graph: all of the step is inside (docs/develop/architecture.md)."""
 
 import math
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def load(
     bfloat16, on processors that have it: faster, with other scores, so that it needs a calibration of its own. The
     guided step of a bundle made with `--guidance-backend traced` runs in torch whatever the backend. `provider` chooses
     among ONNX Runtime's; any but "cpu" excludes the other backends.
-    "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/gpu.md).
+    "tensorrt" and "tensorrt-rtx" run the bundle's engine plans on an NVIDIA card (docs/use/gpu.md).
 
     `device` is the card for those and for the providers "cuda" and "tensorrt": its index as nvidia-smi shows it, or its
     UUID or the beginning of that; by default the first one CUDA shows. A card without room for the bundle is refused

@@ -2,7 +2,7 @@
 
 A network read with another number of norm groups, or taken to predict something else, still gives pictures. What it
 makes of noised good images is compared with a Wiener filter for their mean spectrum, the best that is linear.
-Trained networks err a sixth as much or less, misread ones three quarters as much or more (docs/running.md,
+Trained networks err a sixth as much or less, misread ones three quarters as much or more (docs/use/running.md,
 "Is it the right denoiser?").
 """
 

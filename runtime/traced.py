@@ -112,7 +112,7 @@ class TracedSession:
         self._network = None
 
     def _step(self, f: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """Algorithm 1, lines 5 to 12; names as in docs/architecture.md, "One step"."""
+        """Algorithm 1, lines 5 to 12; names as in docs/develop/architecture.md, "One step"."""
         m, y, a_t, a_s, sigma = f["mask"], f["observation"], f["alpha_t"], f["alpha_s"], f["sigma_t"]
         root_a, root_noise = a_t.sqrt(), (1 - a_t).sqrt()
         x = f["x_t"]

@@ -584,8 +584,8 @@ def outcome_of(mutant: Mutant, tree: Path) -> tuple[str, str]:
 HEAD = """# Mutations
 
 Code of the method, of gates and of the server, each broken once, and the test that failed then.
-`python tests/mutants.py --report docs/mutations.md` (Linux) writes this; with names it replaces their rows only. Only
-the tests named beside a mutation in `tests/mutants.py` ran, and they passed without the change.
+`python tests/mutants.py --report docs/develop/mutations.md` (Linux) writes this; with names it replaces their rows
+only. Only the tests named beside a mutation in `tests/mutants.py` ran, and they passed without the change.
 
 | mutation | function | what is wrong then | outcome | by |
 |---|---|---|---|---|

@@ -50,7 +50,7 @@ def fit(
 
     images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
     A warning says where the run ended before the network learned anything; the file's notes let the export repeat it.
-    The run folder also gets what docs/training.md lists; `on_log` is handed each line of its log. With `resume` a run
+    The run folder also gets what docs/use/training.md lists; `on_log` gets each line of its log. With `resume` a run
     goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped. It may
     be made longer or shorter then (`steps`, `epochs`, `minutes`): the learning rate goes on as the new length has it.
 

@@ -223,9 +223,10 @@ def _is_wall_clock(node: ast.AST) -> bool:
 
 
 def test_every_test_that_the_table_of_faults_names_exists() -> None:
-    named = re.findall(r"`([a-z_]+): ([a-z0-9_]+)`", (ROOT / "docs" / "field-faults.md").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "develop" / "field-faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_]+): ([a-z0-9_]+)`", page)
     assert len(named) > 60
     for file, name in named:
         (path,) = (ROOT / "tests").rglob(f"test_{file}.py")
         text = path.read_text(encoding="utf-8")
-        assert f"def test_{name}(" in text, f"docs/field-faults.md names {file}: {name}, which is no test"
+        assert f"def test_{name}(" in text, f"docs/develop/field-faults.md names {file}: {name}, which is no test"

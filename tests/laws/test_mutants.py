@@ -98,7 +98,7 @@ def test_a_test_that_two_files_have_is_named_with_its_file(mutants, tree):
 
 
 def test_the_table_has_a_row_a_mutant_and_all_were_noticed(mutants):
-    rows = [line.split(" | ") for line in (ROOT / "docs" / "mutations.md").read_text().splitlines()[8:]]
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "develop" / "mutations.md").read_text().splitlines()[8:]]
     assert [row[0] for row in rows] == [f"| `{mutant.name}`" for mutant in mutants.MUTANTS]
     assert {row[3] for row in rows} == {"killed"}
 

@@ -110,6 +110,6 @@ def first_steps(name: str, heading: str) -> list[str]:
 
 def test_the_first_steps_on_a_card_are_the_same_everywhere() -> None:
     short = first_steps("README.md", "### You have an RTX card")
-    full = first_steps("docs/gpu.md", "## From a fresh machine to the first verdict")
+    full = first_steps("docs/use/gpu.md", "## From a fresh machine to the first verdict")
     assert len(short) == 6
     assert full[-6:] == short

@@ -29,7 +29,7 @@ def eps_of_gaussian(x, a):
 
 @dataclass
 class GaussianStep:
-    """docs/architecture.md, "One step", in float64 with that denoiser; its Jacobian is a number."""
+    """docs/develop/architecture.md, "One step", in float64 with that denoiser; its Jacobian is a number."""
 
     rule: str = "blend"
     guided: bool = True

@@ -34,7 +34,7 @@ def row(name: bytes) -> Row:
 
 
 def undone(cell: str) -> bytes:
-    """As docs/running.md has it."""
+    """As docs/use/running.md has it."""
     return os.fsencode(json.loads(cell) if cell.startswith('"') else cell)
 
 
