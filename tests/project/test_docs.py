@@ -93,6 +93,12 @@ def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
     assert [link for link in links if leads_nowhere(link, page)] == links[2:]
 
 
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {index.parent / link for link in re.findall(r"\]\(([^)#]+\.md)\)", index.read_text(encoding="utf-8"))}
+    assert linked == set(DOCS) - {index}
+
+
 def test_pages_that_code_and_messages_name_are_there() -> None:
     files = [ROOT / "pyproject.toml", ROOT / "cli.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
     named = {name for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))}
