@@ -4,21 +4,23 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdps.benchmarks.looks import Box, Look
+from mdps.runtime.bundle import Bundle, LoadFields, LoadOptions
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector, Result
+from mdps.runtime.engines import wheels
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
-from mdps.runtime.loading import open_detector, override
+from mdps.runtime.graphs import GUIDED
+from mdps.runtime.loading import open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import ARITHMETIC
 from mdps.runtime.settings import ScoreSettings, Settings
 from mdps.runtime.versions import versions
 from mdps.serving.folder import judge_all
@@ -30,15 +32,15 @@ BAKED = {
     "score": tuple(field.name for field in fields(ScoreSettings)),
 }
 _USES_TEST_SET = 'the mask range is that of this very test set (mask range "dataset"): these numbers use the test set'
-_LIBRARIES = ("numpy", "pillow", "onnxruntime", "openvino", "MNN", "scikit-learn")
 
 
 class BundleJudge:
     """The detector in the folder `bundle` as an evaluation asks it; close it, or use `with`.
 
-    `changes` turns the bundle's settings into those to judge with: guidance scales, noise levels, steps, the mask pass,
-    the mask's lambda and range, samples, seed and early exit are free. UsageError for what is part of the graphs
-    (`BAKED`). With the mask range "dataset" the first pass runs over all pictures before they are judged.
+    `options` and `fields` are those of `load`. `changes` turns the bundle's settings into those to judge with: guidance
+    scales, noise levels, steps, the mask pass, the mask's lambda and range, samples, seed and early exit are free.
+    UsageError for what is part of the graphs (`BAKED`). With the mask range "dataset" the first pass runs over all
+    pictures before they are judged.
 
     No calibration is needed. `product`'s is used where the bundle has one that was made with these settings.
     Raises as `mdps.runtime.load`, and CalibrationError where a frozen mask range was calibrated for another first pass.
@@ -47,24 +49,20 @@ class BundleJudge:
     def __init__(
         self,
         bundle: Path,
+        options: LoadOptions | None = None,
         *,
         changes: Changes | None = None,
-        product: str = "default",
-        backend: str = "onnxruntime",
-        provider: str = "cpu",
-        device: str | None = None,
-        threads: int | None = None,
-        samples: int | None = None,
-        early_exit: float | None = None,
         batch: int = 1,
+        **fields: Unpack[LoadFields],
     ) -> None:
         require(batch >= 1, f"batch {batch} should be at least 1")
         self._bundle, self._batch = bundle, batch
+        options = replace(replace(options or LoadOptions(), **fields), max_batch=max(8, batch))
         self.manifest = Manifest.read(bundle)
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
-        asked = override(asked, samples=samples, early_exit=early_exit)
+        asked = options.override(asked)
         check_changes(self.manifest, asked)
-        arithmetic = ARITHMETIC.get(backend, "")
+        arithmetic, product = options.arithmetic, options.product
         calibration, self._notes = _fitting(self.manifest, product, asked, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
         self._looked = self._left = 0
@@ -74,17 +72,11 @@ class BundleJudge:
         if self._uses_test_set:
             self._notes = (*self._notes, _USES_TEST_SET)
         self._detector = open_detector(
-            bundle,
-            self.manifest,
-            self.settings,
-            lambda pipeline, chosen: _RangedDetector(
-                self.manifest, pipeline, calibration, product=product, backend=chosen
+            Bundle(bundle, self.manifest, self.settings),
+            options,
+            lambda pipeline, engine: _RangedDetector(
+                self.manifest, pipeline, calibration, product=product, engine=engine
             ),
-            device=device,
-            backend=backend,
-            provider=provider,
-            threads=threads,
-            max_batch=max(8, batch),
         )
         self._detector.mask_range = frozen
 
@@ -136,7 +128,7 @@ class BundleJudge:
             "bundle_sha256": hashlib.sha256((self._bundle / FILE_NAME).read_bytes()).hexdigest(),
             "seed": self.settings.sampler.seed,
             "export_versions": dict(self.manifest.versions),
-            "versions": versions(*_LIBRARIES),
+            "versions": versions("numpy", "pillow", *wheels(), "scikit-learn"),
             "batch": self._batch,
             "uses_test_set": self._uses_test_set,
         }
@@ -244,7 +236,7 @@ def check_changes(manifest: Manifest, settings: Settings) -> None:
                 )
     guided = any(one.guidance_scale for one in settings.sampler.passes)
     require(
-        not guided or "guided_step" in manifest.graphs,
+        not guided or GUIDED in manifest.graphs,
         f"{manifest.name} was exported without guidance: export the checkpoint again with a --guidance-scale above 0",
     )
     for one_pass in settings.sampler.passes:  # a plan that does not fit the schedule should fail before the first image

@@ -10,6 +10,8 @@ from scipy.ndimage import gaussian_filter1d
 from tqdm import tqdm
 
 from mdps.benchmarks.reproduce.variants import Changes
+from mdps.runtime.bundle import Bundle
+from mdps.runtime.graphs import SCORE
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import Pipeline
@@ -85,7 +87,7 @@ def draw(bundle: Path, scale: float, observations: Array, masked: Array | None, 
     step = max(1, at_once // settings.sampler.samples)
     found = []
     with ExitStack() as opened:
-        pipeline = open_pipeline(bundle, manifest, settings, opened, threads=threads, max_batch=at_once)
+        pipeline = open_pipeline(Bundle(bundle, manifest, settings), opened, threads=threads, max_batch=at_once)
         # disable=None: a bar on a terminal, nothing in a pipe
         for start in tqdm(range(0, len(observations), step), desc=f"rho {scale:g}", disable=None):
             part = slice(start, start + step)
@@ -96,14 +98,16 @@ def draw(bundle: Path, scale: float, observations: Array, masked: Array | None, 
 def _terms(pipeline: Pipeline, y: Array, masked: Array | None) -> tuple[Array, Array]:
     mask, index = (np.ones_like(y[:, :1]), 0) if masked is None else (masked[:, None], 1)
     *_, last = posterior_sampling(
-        pipeline.steps, pipeline.schedule, pipeline.settings.sampler, y, mask, index, pipeline.noise, reuse=True
+        pipeline.graphs, pipeline.schedule, pipeline.settings.sampler, y, mask, index, pipeline.noise, reuse=True
     )
     samples = last.x.reshape(len(y), -1, *y.shape[1:])
-    features = {} if pipeline.features is None else pipeline.features.run({"image": y})
+    graph = pipeline.graphs.features
+    features = {} if graph is None else graph.run({"image": y})
     none = dict.fromkeys(("mask_lambda", "mask_low", "mask_high", "mask_frozen"), np.float32(0))
     feeds = {"posterior_samples": samples, "observation": y, **features}
     feeds |= {name: np.asarray(value) for name, value in none.items()}
-    found = pipeline.score.run({name: feeds[name] for name in pipeline.score.inputs if name in feeds})
+    score = pipeline.graphs.need(SCORE)
+    found = score.run({name: feeds[name] for name in score.inputs if name in feeds})
     return found["anomaly_map"][:, 0], np.abs(samples - y[:, None]).sum(axis=2).mean(axis=1)
 
 

@@ -5,20 +5,17 @@ from typing import Any
 
 import click
 
+from mdps.commands.fields import fields
 from mdps.commands.options import (
     AS_JSON,
-    BACKEND,
     BUNDLE,
-    DEVICE,
     FALSE_ALARM_RATE,
-    PRODUCT,
-    PROVIDER,
-    SAMPLES,
-    THREADS,
     TRACEBACK,
 )
 from mdps.commands.single_file import ONE_FILE
 from mdps.commands.terminal import print_values, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.option import build
 
 
 @click.command(
@@ -30,12 +27,7 @@ Examples:
 @BUNDLE
 @click.argument("good_folder", type=click.Path(path_type=Path))
 @FALSE_ALARM_RATE
-@SAMPLES
-@PRODUCT
-@THREADS
-@BACKEND
-@PROVIDER
-@DEVICE
+@fields(LoadOptions, without=["early_exit"])
 @AS_JSON
 @TRACEBACK
 def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:
@@ -49,13 +41,14 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     from mdps.serving.run import calibrate_folder
 
     mention_plans(bundle)
-    before = Manifest.read(bundle, verify=False).calibrations.get(options["product"])
+    asked = build(LoadOptions, options)
+    before = Manifest.read(bundle, verify=False).calibrations.get(asked.product)
     with spoken_warnings():
-        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, **options)
+        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, asked)
     if (bundle / ONE_FILE).is_file():
         click.echo(f"Warning: {bundle / ONE_FILE} keeps its threshold until `mdps single-file {bundle}`", err=True)
     if as_json:
         print_values(calibration.to_json(), as_json)
         return
     print_values(describe_calibration(calibration, before), as_json)
-    click.echo(next_predict(bundle, options))
+    click.echo(next_predict(bundle, asked))

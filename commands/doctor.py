@@ -10,7 +10,7 @@ from mdps.commands.terminal import print_values
 @AS_JSON
 @TRACEBACK
 def doctor(as_json: bool) -> int:
-    """Try ONNX Runtime's providers, OpenVINO and TensorRT, and list cards, processors and versions."""
+    """Try every engine, and list cards, processors and versions."""
     from mdps.runtime.doctor import diagnose
 
     diagnosis = diagnose()

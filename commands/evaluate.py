@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mdps.commands.fields import fields
 from mdps.commands.options import (
     AS_JSON,
-    BACKEND,
     BUNDLE,
     CATEGORIES,
     DATASET,
-    DEVICE,
-    EARLY_EXIT,
     EVERY,
-    PRODUCT,
-    PROVIDER,
     RESOLUTION,
-    SAMPLES,
-    THREADS,
     TRACEBACK,
     largest_side,
 )
 from mdps.commands.terminal import SOME_FAILED, needs, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.option import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +41,6 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 @BUNDLE
 @DATASET
 @CATEGORIES
-@SAMPLES
 @EVERY
 @RESOLUTION
 @click.option(
@@ -56,12 +51,7 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for results, plots, pictures and a report.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
-@EARLY_EXIT
-@THREADS
-@BACKEND
-@PROVIDER
-@DEVICE
-@PRODUCT
+@fields(LoadOptions)
 @AS_JSON
 @TRACEBACK
 def evaluate(
@@ -73,6 +63,7 @@ def evaluate(
     mask_range: str | None,
     out: Path | None,
     as_json: bool,
+    batch: int,
     **options: Any,
 ) -> int:
     """Measure a bundle on a data set with ground truth: image and pixel AUROC and AP, F1, AUPRO, time.
@@ -91,7 +82,8 @@ def evaluate(
         check_folder(out)
     many, largest = len(chosen) > 1, largest_side(resolution)
     mention_plans(bundle)
-    with spoken_warnings(), BundleJudge(bundle, changes=_mask_range(mask_range), **options) as judge:
+    asked = build(LoadOptions, options)
+    with spoken_warnings(), BundleJudge(bundle, asked, changes=_mask_range(mask_range), batch=batch) as judge:
         found = [
             measure(judge, one, out=out and (out / one.name if many else out), largest=largest, every=every)
             for one in chosen

@@ -20,7 +20,7 @@ Examples:
   mdps export --ckpt model/ --out bundle --preset mvtec/bottle --backbone-weights wide_resnet101_2.pth
   mdps export --ckpt denoiser.pt --out bundle --no-mask-pass --samples 5
   mdps export --ckpt denoiser.pt --out bundle --calibrate good/ --single-file
-  mdps export --ckpt denoiser.pt --out bundle --precision fp16 --backend tensorrt-rtx"""
+  mdps export --ckpt denoiser.pt --out bundle --precision fp16 --engine tensorrt-rtx"""
 )
 @click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint file or diffusers folder.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the bundle [default: beside the checkpoint].")
@@ -51,7 +51,7 @@ def export(
     with needs("export", "cpu"):
         from mdps.export import export_bundle
     bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
-    engine = f" --backend {choices['backend']}" if choices["backend"] else ""
+    engine = f" --engine {choices['engine']}" if choices["engine"] else ""
     if good is None:
         click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER{engine}")
         return

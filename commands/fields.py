@@ -14,7 +14,11 @@ NUMBERS: dict[Any, tuple[Any, Any]] = {int: (click.IntRange, click.INT), float: 
 
 
 def fields(
-    cls: type[Dataclass], *, without: Iterable[str] = (), recipes: Mapping[str, Dataclass] | None = None
+    cls: type[Dataclass],
+    *,
+    without: Iterable[str] = (),
+    only: Iterable[str] | None = None,
+    recipes: Mapping[str, Dataclass] | None = None,
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds an option for each field; the values arrive under the fields' names.
 
@@ -23,7 +27,8 @@ def fields(
 
     def add(command: Command) -> Command:
         for setting in reversed(settings_of(cls)):
-            if setting.name not in without and not setting.option.seldom:
+            chosen = setting.name not in without if only is None else setting.name in only
+            if chosen and not setting.option.seldom:
                 command = click.option(setting.flag, setting.name, **_attributes(setting, recipes))(command)
         return command
 

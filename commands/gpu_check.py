@@ -45,7 +45,7 @@ Exit code: 0 all that ran agrees with the oracle, 3 something disagrees, crashed
     help="Folder of bundles, plans and the oracle's numbers, used again where they are there [default: work in --out].",
 )  # fmt: skip
 @click.option("--device", help="Card: its index as nvidia-smi shows it, or its UUID [default: the first].")
-@click.option("--cpu", is_flag=True, help="Check the backends of the processor; every other is named with the reason.")
+@click.option("--cpu", is_flag=True, help="Check the engines of the processor; every other is named with the reason.")
 @click.option(
     "--networks",
     callback=_among("demo", "authors"),
@@ -84,7 +84,7 @@ def gpu_check(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Try every backend on this machine's card: parity with the torch oracle, latency, rate, memory.
+    """Try every engine on this machine's card: parity with the torch oracle, latency, rate, memory.
 
     One command for a machine with an NVIDIA card. Every piece runs in a process of its own, the most valuable first;
     what does not load is named with the reason, and so is what does not fit into the minutes.
@@ -109,11 +109,11 @@ def gpu_check(
         wanted = items.on_processor(prepared, choice)
         skipped = run.skip_all(items.on_card(prepared, choice), reason)
     else:
-        place = cards.choose(device)
-        if place.card is not None:
-            card = place.card.uuid
-            os.environ["CUDA_VISIBLE_DEVICES"] = place.card.uuid  # of all processes that are started here
-            options += ["--compute-capability", place.card.compute_capability]
+        chosen = cards.choose(device)
+        if chosen.uuid:
+            card = chosen.uuid
+            os.environ["CUDA_VISIBLE_DEVICES"] = chosen.uuid  # of all processes that are started here
+            options += ["--compute-capability", chosen.compute_capability]
         wanted = items.on_card(prepared, choice)
     say = partial(click.echo, err=True)
     machine = report.machine_facts() | {"steps": steps, "threads": threads, "minutes": minutes}

@@ -1,16 +1,15 @@
 """Messages of the commands about a bundle and its calibration."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from mdps.commands.terminal import say
+from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.plans import plans_of
 
 _MODES = {"paper": "mdps, as the paper has it", "reference": "mdps, as the authors' code has it"}
 
@@ -29,8 +28,7 @@ def describe_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
     """Describe a bundle, and whether it gives verdicts."""
     height, width = manifest.preprocessing.network_size
     sampler = manifest.settings.sampler
-    plans = plans_of(manifest)
-    engine = f" --backend {plans[0].backend}" if plans else ""
+    engine = f" --engine {manifest.plans[0].engine}" if manifest.plans else ""
     known = {
         product: f"threshold {found.threshold:.5g} of {images(found)}, false alarms {false_alarms(found)}"
         for product, found in manifest.calibrations.items()
@@ -57,29 +55,26 @@ def images(calibration: Calibration) -> str:
     return f"{calibration.images} good image{'' if calibration.images == 1 else 's'}"
 
 
-def next_predict(bundle: object, options: Mapping[str, Any]) -> str:
+def next_predict(bundle: object, options: LoadOptions) -> str:
     """Return the command to run after a calibration with these options, without those that are defaults."""
-    usual = {"product": "default", "backend": "onnxruntime", "provider": "cpu"}
-    given = [f" --{name} {value}" for name, value in options.items() if value not in (None, usual.get(name))]
-    return f"next: mdps predict {bundle} IMAGES --out results{''.join(given)}"
+    asked = options.command_line("samples", "product", "threads", "engine", "device")
+    return f"next: mdps predict {bundle} IMAGES --out results{asked}"
 
 
 def mention_plans(*bundles: object) -> None:
     """Print a line on stderr for each bundle with engine plans that the command's defaults leave unused.
 
-    Nothing where --backend or --provider was given: then the processor was chosen. A folder that is no bundle is left
-    to `load`.
+    Nothing where --engine was given: then the processor was chosen. A folder that is no bundle is left to `load`.
     """
-    context = click.get_current_context()
-    if any(context.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ("backend", "provider")):
+    if click.get_current_context().get_parameter_source("engine") is not ParameterSource.DEFAULT:
         return
     for bundle in bundles:
         try:
-            plans = plans_of(Manifest.read(str(bundle), verify=False))
+            plans = Manifest.read(str(bundle), verify=False).plans
         except (MdpsError, OSError):
             continue
-        if backends := list(dict.fromkeys(plan.backend for plan in plans)):
+        if engines := list(dict.fromkeys(plan.engine for plan in plans)):
             say(
-                f"{bundle} has plans for {' and '.join(backends)}, but this runs on the CPU: add "
-                f"--backend {' or '.join(backends)} to use them"
+                f"{bundle} has plans for {' and '.join(engines)}, but this runs on the CPU: add "
+                f"--engine {' or '.join(engines)} to use them"
             )

@@ -11,35 +11,8 @@ Callback = Callable[[click.Context, click.Parameter, str | None], Any]
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
-PRODUCT = click.option("--product", default="default", show_default=True, help="Which of the bundle's calibrations.")
-BACKEND = click.option(
-    "--backend",
-    type=click.Choice(["onnxruntime", "openvino", "openvino-bf16", "mnn", "auto", "tensorrt", "tensorrt-rtx"]),
-    default="onnxruntime",
-    show_default=True,
-    help="What computes; auto measures once which is fastest on this CPU, and remembers. mnn, tensorrt and "
-    "tensorrt-rtx, the last two on an NVIDIA card, run a bundle that was exported for them. openvino-bf16 rounds the "
-    "steps to bfloat16, faster on processors that have it, and is calibrated for itself.",
-)
-PROVIDER = click.option(
-    "--provider",
-    type=click.Choice(["cpu", "cuda", "tensorrt"]),
-    default="cpu",
-    show_default=True,
-    help="Where onnxruntime computes; cuda and tensorrt need an NVIDIA card.",
-)
-DEVICE = click.option(
-    "--device", help="Card to compute on: its index as nvidia-smi shows it, or its UUID [default: CUDA's first]."
-)
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Processor threads [default: all this process may use]."
-)
-SAMPLES = click.option("--samples", type=click.IntRange(1), help="Posterior samples an image [default: the bundle's].")
-EARLY_EXIT = click.option(
-    "--early-exit",
-    type=click.FloatRange(0, 0.95),
-    help="Skip the mask pass where the first one scores no higher than this share of good parts did, 0.05 to 0.95 "
-    "[default: the bundle's, which is 0, off].",
 )
 FALSE_ALARM_RATE = click.option(
     "--false-alarm-rate",

@@ -5,19 +5,15 @@ from typing import Any
 
 import click
 
+from mdps.commands.fields import fields
 from mdps.commands.options import (
     AS_JSON,
-    BACKEND,
     BUNDLE,
-    DEVICE,
-    EARLY_EXIT,
-    PRODUCT,
-    PROVIDER,
-    SAMPLES,
-    THREADS,
     TRACEBACK,
 )
 from mdps.commands.terminal import SOME_FAILED, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.option import build
 
 
 @click.command(
@@ -25,7 +21,7 @@ from mdps.commands.terminal import SOME_FAILED, spoken_warnings
 Examples:
   mdps predict bundle photo.png --out results
   mdps predict bundle line1/ line2/ --out results --batch 8
-  mdps predict bundle line/ --out results --provider cuda --device 1
+  mdps predict bundle line/ --out results --engine onnxruntime-cuda --device 1
   mdps predict bundle line/ --out results --json | jq 'select(.verdict == "fail")'
 \b
 Exit code: 0 all judged, 3 some images, or all, could not be judged (a row says why),
@@ -38,14 +34,8 @@ Exit code: 0 all judged, 3 some images, or all, could not be judged (a row says 
 )
 @click.option("--force", is_flag=True, help="Replace the results of an earlier run in --out.")
 @AS_JSON
-@SAMPLES
-@EARLY_EXIT
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
-@THREADS
-@BACKEND
-@PROVIDER
-@DEVICE
-@PRODUCT
+@fields(LoadOptions)
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK
 def predict(
@@ -72,7 +62,9 @@ def predict(
         refuse_results(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
     with spoken_warnings():
-        detector = load(bundle, calibrated=not scores_only, max_batch=max(8, batch), **options)
+        detector = load(
+            bundle, build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch)})
+        )
     printer = _RowPrinter(as_json)
     with detector, spoken_warnings():
         rows = inspect_folder(detector, bundle, inputs, out, batch=batch, force=force, on_row=printer)

@@ -6,20 +6,20 @@ from typing import Any
 
 import click
 
+from mdps.commands.fields import fields
 from mdps.commands.options import (
     AS_JSON,
-    BACKEND,
     CATEGORIES,
     DATASET,
     EVERY,
     RESOLUTION,
-    THREADS,
     TRACEBACK,
     largest_side,
     listed,
 )
 from mdps.commands.study import command_line, count, detector_settings, size
 from mdps.commands.terminal import needs, say, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
 
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 
@@ -66,8 +66,7 @@ Examples:
 @detector_settings("samples", "method")
 @RESOLUTION
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
-@THREADS
-@BACKEND
+@fields(LoadOptions, only=["threads", "engine"])
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for all of it [default: reproduce-TABLE].")
 @AS_JSON
 @TRACEBACK

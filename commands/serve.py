@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mdps.commands.fields import fields
-from mdps.commands.options import BACKEND, DEVICE, EARLY_EXIT, PRODUCT, PROVIDER, SAMPLES, THREADS, TRACEBACK
+from mdps.commands.options import TRACEBACK
 from mdps.commands.terminal import needs, spoken_warnings
 from mdps.runtime.option import build
 from mdps.serving.http.options import ServerOptions
@@ -42,13 +42,6 @@ Exit code: 0 after SIGTERM, SIGHUP or Ctrl-C, when all accepted requests were an
 )
 @fields(ServerOptions)
 @click.option("--no-watch", is_flag=True, help="Do not load a bundle again when it changes: only say so.")
-@THREADS
-@BACKEND
-@PROVIDER
-@DEVICE
-@SAMPLES
-@EARLY_EXIT
-@PRODUCT
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK
 def serve(bundles: tuple[str, ...], **options: Any) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import click
 
-from mdps.commands.options import BUNDLE, PRODUCT, TRACEBACK
+from mdps.commands.fields import fields
+from mdps.commands.options import BUNDLE, TRACEBACK
 from mdps.commands.terminal import needs, say
+from mdps.runtime.bundle import LoadOptions
 
 ONE_FILE = "detector.onnx"  # what `mdps single-file` writes into a bundle
 
@@ -19,7 +21,7 @@ Examples:
 )
 @BUNDLE
 @click.option("--out", type=click.Path(path_type=Path), help=f"The file [default: {ONE_FILE} in the bundle].")
-@PRODUCT
+@fields(LoadOptions, only=["product"])
 @TRACEBACK
 def single_file(bundle: Path, out: Path | None, product: str) -> None:
     """Write a calibrated bundle as one ONNX file: picture in, map, score and verdict out.

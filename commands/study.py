@@ -8,7 +8,7 @@ from mdps.commands.fields import Command, settings
 from mdps.export.options import ExportOptions
 from mdps.runtime.option import Dataclass, settings_of
 
-FOR_ENGINES = ("backend", "compute_capability", "max_batch", "count_nodes")
+FOR_ENGINES = ("engine", "compute_capability", "max_batch", "count_nodes")
 
 
 def detector_settings(*decided: str, own: type[Dataclass] | None = None) -> Callable[[Command], Command]:

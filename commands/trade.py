@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 
-from mdps.commands.options import AS_JSON, BACKEND, DATASET, EVERY, RESOLUTION, THREADS, TRACEBACK, listed
+from mdps.commands.fields import fields
+from mdps.commands.options import AS_JSON, DATASET, EVERY, RESOLUTION, TRACEBACK, listed
 from mdps.commands.study import command_line, detector_settings
 from mdps.commands.terminal import needs, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
 
 COMPARED = ("gradient", "steps", "mask_pass", "method")
 
@@ -45,8 +47,7 @@ Run it again after a stop: it goes on. Leave the machine alone while it times.""
 @detector_settings(*COMPARED)
 @EVERY
 @RESOLUTION
-@THREADS
-@BACKEND
+@fields(LoadOptions, only=["threads", "engine"])
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for results and what is kept.")
 @AS_JSON
 @TRACEBACK

@@ -1,11 +1,12 @@
 """From a checkpoint to a bundle: graphs, weights, manifest, parity gate; a folder that appears whole or not at all."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import onnx
 import torch
@@ -15,7 +16,6 @@ from mdps.export.autograd_count import autograd_operations
 from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
-from mdps.export.mnn import SUFFIX, check_library, write_mnn
 from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
@@ -30,8 +30,12 @@ from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, load_denoiser, run_warnings
 from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.choice import installed
+from mdps.runtime.engines import DEFAULT, ENGINES, Engine, named
+from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, step_role
 from mdps.runtime.loading import open_graphs, open_pipeline
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
@@ -39,12 +43,14 @@ from mdps.runtime.reference import COMPARED, Compared, Reference, compared
 from mdps.runtime.reference import FILE_NAME as REFERENCE
 from mdps.runtime.sampler import step_scalars
 from mdps.runtime.schedule import plan_steps
-from mdps.runtime.session import OWN_FILES, PLAN_BACKENDS, Session, open_session
+from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
 from mdps.runtime.versions import versions
 
 Say = Callable[[str], None]
-NORM_FORMS: dict[str, NormForm] = {"": Grouped(), "openvino": ByChannel(), "mnn": ByDepthwise()}
+FORMS = {row.form: row for row in ENGINES if row.norms or row.name == DEFAULT}
+"""The engine that each form of the step graphs is written for."""
+_NORMS: dict[str, NormForm] = {"": Grouped(), "by-channel": ByChannel(), "by-depthwise": ByDepthwise()}
 BATCHED = dict.fromkeys(("x_t", "observation", "mask", "noise", "mask_noise"), ("batch",))
 
 
@@ -76,16 +82,17 @@ def export_bundle(
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
+    own = named(options.engine) if options.engine else None
     builder = None
-    if options.backend in PLAN_BACKENDS:
-        builder = Builder.of(options.backend, options.compute_capability, options.precision)
-    elif options.backend == "mnn":
-        check_library()
+    if own and own.reads == "plans":
+        builder = Builder.of(own, options.compute_capability, options.precision)
+    elif own:
+        _writer_of(own).check_library()
     engines = _engines(options)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
         writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
-        forms = [form for form in NORM_FORMS if form not in OWN_FILES or form == options.backend]
+        forms = {form: row for form, row in FORMS.items() if row.reads == "onnx" or row == own}
         writer.steps(options.guidance_backend, forms)
         writer.scoring(backbone)
         if options.count_nodes:
@@ -150,12 +157,14 @@ def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
 
 def _engines(options: ExportOptions) -> tuple[str, ...]:
     """Return the engines to compare on, ONNX Runtime first; raise for an engine that is asked for and is not there."""
-    there = [name for name in installed() if name not in OWN_FILES or name == options.backend]
+    there = [name for name in installed() if named(name).reads != "own" or name == options.engine]
     for name in options.engines or ():
-        require(name not in OWN_FILES or name == options.backend, f"--engines {name} needs --backend {name} too")
-        require(name in there, f'--engines {name}: it is not installed: pip install "mdps[{name}]", or leave it out')
+        asked = named(name).reads != "own" or name == options.engine
+        require(asked, f"--engines {name} needs --engine {name} too")
+        extra = named(name).extra
+        require(name in there, f'--engines {name}: it is not installed: pip install "mdps[{extra}]", or leave it out')
     others = (name for name in there if options.engines is None or name in options.engines)
-    return tuple(dict.fromkeys(["onnxruntime", *others]))
+    return tuple(dict.fromkeys([DEFAULT, *others]))
 
 
 @dataclass(frozen=True)
@@ -177,17 +186,16 @@ class _Proof:
 def _proof(
     folder: Path, manifest: Manifest, denoiser: Denoiser, backbone: Backbone | None, engines: Sequence[str]
 ) -> _Proof:
-    precision, size = manifest.network["precision"], manifest.preprocessing.network_size
+    precision, size = manifest.precision, manifest.preprocessing.network_size
     with ExitStack() as opened:
         if precision == "bf16":  # ONNX Runtime's CPU provider has no kernels for it
             emulated = Path(opened.enter_context(TemporaryDirectory()))
             emulated_bundle(folder, manifest, emulated)
             folder, engines = emulated, ()
-        pipeline = open_pipeline(folder, manifest, manifest.settings, opened)
-        ours = open_graphs(folder, manifest, opened)
-        graphs = {name: open_graphs(folder, manifest, opened, backend=name) for name in engines[1:]}
-        variants = _variants(folder, manifest, ours, graphs, opened)
-        checks = check_parity(pipeline, denoiser, backbone, size, variants, precision)
+        bundle = Bundle(folder, manifest, manifest.settings)
+        pipeline, ours = open_pipeline(bundle, opened), open_graphs(bundle, opened).roles
+        graphs = {name: open_graphs(bundle, opened, engine=name).roles for name in engines[1:]}
+        checks = check_parity(pipeline, denoiser, backbone, size, _variants(bundle, ours, graphs, opened), precision)
         reference = Reference.measured(ours, size, manifest.settings.mask, _first_steps(manifest))
         graphs = {engines[0]: ours, **graphs} if engines else {}
         try:
@@ -198,20 +206,17 @@ def _proof(
 
 
 def _variants(
-    folder: Path,
-    manifest: Manifest,
-    ours: Mapping[str, Session],
-    graphs: Mapping[str, Mapping[str, Session]],
-    opened: ExitStack,
+    bundle: Bundle, ours: Mapping[str, Session], graphs: Mapping[str, Mapping[str, Session]], opened: ExitStack
 ) -> list[tuple[str, Session, Session]]:
     """The step graphs beside those of other engines; what is written for one that is not there, on ONNX Runtime."""
     pairs = []
-    for role, graph in manifest.graphs.items():
+    for role, graph in bundle.manifest.graphs.items():
         for form, file in graph.variants.items():
-            if form in graphs:
-                pairs.append((form, ours[role], graphs[form][role]))
-            elif form not in OWN_FILES:
-                session = open_session(folder / file)
+            engine = FORMS[form]
+            if engine.name in graphs:
+                pairs.append((engine.name, ours[role], graphs[engine.name][role]))
+            elif engine.reads == "onnx":
+                session = open_session(bundle.path / file)
                 opened.callback(session.close)
                 pairs.append(("variants", ours[role], session))
     return pairs
@@ -220,14 +225,12 @@ def _variants(
 def _first_steps(manifest: Manifest) -> dict[str, dict[str, float]]:
     """The scalars of each step graph in the first step of the first pass that it makes, or else of the first pass."""
     sampler, scalars = manifest.settings.sampler, {}
-    for role in manifest.graphs:
-        if role.endswith("_step"):
-            guided = role == "guided_step"
-            its_own = (one for one in sampler.passes if bool(one.guidance_scale) == guided)
-            one = next(its_own, sampler.first_pass)
-            _, (step, *_) = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
-            scale = {"guidance_scale": one.guidance_scale} if guided else {}
-            scalars[role] = {name: float(value) for name, value in step_scalars(step).items()} | scale
+    for role in (role for role in STEPS if role in manifest.graphs):
+        its_own = (one for one in sampler.passes if step_role(one.guidance_scale) == role)
+        one = next(its_own, sampler.first_pass)
+        _, (step, *_) = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
+        scale = {"guidance_scale": one.guidance_scale} if role == GUIDED else {}
+        scalars[role] = {name: float(value) for name, value in step_scalars(step).items()} | scale
     return scalars
 
 
@@ -238,6 +241,22 @@ def _node_table(autograd: dict[str, int], nodes: dict[str, dict[str, int]]) -> s
         f"{name}: {sum(kinds.values())} nodes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         for name, kinds in rows.items()
     )
+
+
+class OwnFiles(Protocol):
+    """The module that writes an engine's own files."""
+
+    SUFFIX: str
+
+    def check_library(self) -> None:
+        """BackendError where what writes them is not installed."""
+
+    def write(self, model: onnx.ModelProto, path: Path) -> None:
+        """Write a step graph to `path`, with that suffix."""
+
+
+def _writer_of(engine: Engine) -> OwnFiles:
+    return cast(OwnFiles, importlib.import_module(engine.writer))
 
 
 class _Writer:
@@ -259,8 +278,8 @@ class _Writer:
         self.nodes: dict[str, dict[str, int]] = {}
         self.autograd: dict[str, int] = {}
 
-    def steps(self, backend: str, forms: Sequence[str]) -> None:
-        """The step graphs the passes need, each in these of NORM_FORMS.
+    def steps(self, backend: str, forms: Mapping[str, Engine]) -> None:
+        """The step graphs the passes need, each in these of FORMS.
 
         A plain one always, where it shares its weights with the guided one.
         """
@@ -276,15 +295,15 @@ class _Writer:
             self._traced(network)
         roles: dict[str, type[PlainStep]] = {}
         if backend == "onnx" or not all(scales):
-            roles["plain_step"] = PlainStep
+            roles[PLAIN] = PlainStep
         if backend == "onnx" and any(scales):
-            roles["guided_step"] = GuidedStep
+            roles[GUIDED] = GuidedStep
             if sampler.gradient == "exact":
                 prepare(network, self.precision)
         for role, step in roles.items():
-            for variant in forms:
-                denoiser = StepDenoiser(network, self.denoiser.prediction, NORM_FORMS[variant])
-                self._record(role, variant, step(denoiser, rules), weights)
+            for engine in forms.values():
+                denoiser = StepDenoiser(network, self.denoiser.prediction, _NORMS[engine.norms])
+                self._record(role, engine, step(denoiser, rules), weights)
 
     def scoring(self, backbone: Backbone | None) -> None:
         """Features of the observation, and the score graph around the same features of the samples."""
@@ -324,10 +343,10 @@ class _Writer:
             schema_version=SCHEMA_VERSION,
             name=name,
             settings=self.settings,
+            precision=self.precision,
             network={
                 "format": report.format,
                 "parameters": report.parameters,
-                "precision": self.precision,
                 **self.denoiser.config.to_json(),
             }
             | ({"assumed": report.assumed} if report.assumed else {})
@@ -339,6 +358,7 @@ class _Writer:
             calibrations={},
             files=hash_files(self.folder),
             graphs=self.graphs,
+            plans=(),
             versions=versions("torch", "timm", "onnx", "onnxruntime", "onnxslim", "numpy"),
             parity={"nodes": self.nodes}
             | ({"layers": self.layers} if self.layers else {})
@@ -352,7 +372,7 @@ class _Writer:
             torch.rand(batch, 3, *self.preprocessing.network_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
         )
 
-    def _record(self, role: str, variant: str, module: nn.Module, weights: WeightStore) -> None:
+    def _record(self, role: str, engine: Engine, module: nn.Module, weights: WeightStore) -> None:
         image = self._image(1)
         noised = self.settings.sampler.mask_rule != "blend"
         inputs: dict[str, Tensor | None] = {
@@ -360,11 +380,11 @@ class _Writer:
             "mask_noise": image.flip(-1, -2) if noised else None,
         }  # fmt: skip
         scalars = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1}
-        if role == "guided_step":
+        if role == GUIDED:
             scalars["guidance_scale"] = 1.0
         inputs |= {name: torch.tensor(value) for name, value in scalars.items()}
-        outputs = ["x_s", "eps", "guidance_gradient"] if role == "guided_step" else ["x_s", "eps"]
-        self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights, variant)
+        outputs = ["x_s", "eps", "guidance_gradient"] if role == GUIDED else ["x_s", "eps"]
+        self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights, engine)
 
     def _graph(self, module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: Any) -> onnx.ModelProto:
         try:
@@ -373,14 +393,14 @@ class _Writer:
             self.say(f"{reason}: using torch's exporter")
             return trace(module, inputs, outputs, axes)
 
-    def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore, variant: str = "") -> None:
-        """`variant` names the backend that a graph in another form is for; without it the graph is for all others."""
-        own = variant in OWN_FILES
-        name = f"{role}.{variant}" if variant and not own else role
-        file = name + (SUFFIX if own else ".onnx")
+    def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore, engine: Engine = FORMS[""]) -> None:
+        """Write a graph in the form of `engine`, the common one by default."""
+        own, variant = _writer_of(engine) if engine.writer else None, engine.form
+        name = f"{role}.{variant}" if variant and own is None else role
+        file = name + (own.SUFFIX if own else ".onnx")
         self.say(f"writing {file}")
         if own:
-            write_mnn(model, self.folder / file)
+            own.write(model, self.folder / file)
         else:
             write(model, self.folder / file, weights)
         self.nodes[file if own else name] = count_nodes(model)
@@ -394,4 +414,4 @@ class _Writer:
             network, (self._image(2), torch.tensor(99.0)), dynamic_shapes={"x": {0: batch}, "timestep": {}}
         )
         torch.export.save(program, self.folder / "denoiser.pt2")
-        self.graphs["guided_step"] = GraphEntry("denoiser.pt2", "traced")
+        self.graphs[GUIDED] = GraphEntry("denoiser.pt2", "traced")

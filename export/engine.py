@@ -14,8 +14,9 @@ from mdps.export.engine_graph import parseable
 from mdps.export.engine_types import Types, check_network, engine_types
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.cards import cuda_capabilities
+from mdps.runtime.engines import Engine
+from mdps.runtime.engines.tensorrt import is_rtx, load_library, logger, served_capabilities
 from mdps.runtime.errors import BackendError, UsageError, first_line, require
-from mdps.runtime.trt import MODULES, NAMES, load_library, logger, served_capabilities
 from mdps.runtime.user_cache import cache_folder
 
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -40,23 +41,23 @@ class Builder:
     `options` are what a plan depends on beside the graph, the library and the capabilities.
     """
 
-    backend: str
+    engine: Engine
     library: Any
     capabilities: tuple[str, ...]
 
     @classmethod
-    def of(cls, backend: str, capabilities: tuple[str, ...] | None = None, precision: str = "fp32") -> "Builder":
-        """`backend` "tensorrt" or "tensorrt-rtx"; without capabilities those of the card, or DEFAULT_CAPABILITIES.
+    def of(cls, engine: Engine, capabilities: tuple[str, ...] | None = None, precision: str = "fp32") -> "Builder":
+        """Of an engine of plans; without capabilities those of the card, or DEFAULT_CAPABILITIES.
 
         Raises BackendError where the library or a card it needs is missing, UsageError for a capability that it does
         not build for or that cannot compute in `precision`, and where TensorRT is to choose among cards of several.
         """
-        require(backend in MODULES, f"there is no builder {backend!r}: choose one of {', '.join(MODULES)}")
-        library = load_library(backend, "Builder")
-        chosen = _of_rtx(library, capabilities) if backend == "tensorrt-rtx" else _of_card(capabilities)
+        require(engine.reads == "plans", f"the engine {engine.name} runs no plans: choose one that does")
+        library = load_library(engine, "Builder")
+        chosen = _of_rtx(library, capabilities) if is_rtx(engine) else _of_card(capabilities)
         old = [one for one in chosen if precision == "bf16" and float(one) < 8]
         require(not old, f"compute capability {''.join(old[:1])} has no bf16: export with --precision fp16")
-        return cls(backend, library, chosen)
+        return cls(engine, library, chosen)
 
     @property
     def version(self) -> str:
@@ -99,7 +100,7 @@ class Builder:
         if not parser.parse(parseable(path).SerializeToString(), str(path)):
             error = parser.get_error(0)
             raise BackendError(
-                f"{NAMES[self.backend]} {self.version} does not read {path.name}: {first_line(error.desc())} "
+                f"{self.engine.title} {self.version} does not read {path.name}: {first_line(error.desc())} "
                 f"(node {error.node_name()}, operator {error.node_operator()})"
             )
         return network
@@ -108,7 +109,7 @@ class Builder:
         config = builder.create_builder_config()
         config.clear_flag(self.library.BuilderFlag.TF32)  # float32 asked for is float32
         config.profiling_verbosity = self.library.ProfilingVerbosity.DETAILED  # or the inspector tells no types
-        if self.backend == "tensorrt-rtx":
+        if is_rtx(self.engine):
             config.num_compute_capabilities = len(self.capabilities)
             for index, capability in enumerate(self.capabilities):
                 config.set_compute_capability(served_capabilities(self.library)[capability], index)
@@ -129,7 +130,7 @@ class Builder:
         return path.read_bytes() if path.is_file() else b""
 
     def _keep_timings(self, config: Any) -> None:
-        if self.backend == "tensorrt-rtx":  # it measures nothing when it builds, but compiles on the card
+        if is_rtx(self.engine):  # it measures nothing when it builds, but compiles on the card
             return
         path = self._timing_file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ class Builder:
     def _sentence(self, path: Path, log: Any, otherwise: str) -> str:
         reason = first_line(log.errors[-1] if log.errors else otherwise)
         kinds = ", ".join(self.capabilities)
-        return f"{NAMES[self.backend]} {self.version} cannot build {path.name} for compute capability {kinds}: {reason}"
+        return f"{self.engine.title} {self.version} cannot build {path.name} for compute capability {kinds}: {reason}"
 
 
 def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -147,7 +148,7 @@ def _of_rtx(library: Any, capabilities: tuple[str, ...] | None) -> tuple[str, ..
         if capability not in known:
             raise UsageError(
                 f"TensorRT-RTX {library.__version__} builds for compute capability {', '.join(known)}, not "
-                f"{capability}: leave it out of --compute-capability, or use --backend tensorrt on a machine with "
+                f"{capability}: leave it out of --compute-capability, or use --engine tensorrt on a machine with "
                 "that card"
             )
     return tuple(sorted(set(capabilities or DEFAULT_CAPABILITIES), key=float))
@@ -158,11 +159,11 @@ def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
     if not here:
         raise BackendError(
             "TensorRT builds on the card that the plan is for, and CUDA shows none: run the export on that machine, "
-            "see what `mdps doctor` says there, or use --backend tensorrt-rtx"
+            "see what `mdps doctor` says there, or use --engine tensorrt-rtx"
         )
     if other := [one for one in capabilities or () if one != here[0]]:
         elsewhere = other[0] in here
-        remedy = _SHOW_ONE if elsewhere else "leave out --compute-capability, or use --backend tensorrt-rtx"
+        remedy = _SHOW_ONE if elsewhere else "leave out --compute-capability, or use --engine tensorrt-rtx"
         raise UsageError(
             f"TensorRT builds for the card it runs on, the first that CUDA shows, of compute capability {here[0]}, not "
             f"for {other[0]}{', which another card here has' if elsewhere else ''}: {remedy}"

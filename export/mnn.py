@@ -15,8 +15,8 @@ from onnx import ModelProto
 from mdps.export.mnn_graph import for_mnn
 from mdps.export.mnn_order import reordered
 from mdps.runtime import atomic
+from mdps.runtime.engines.mnn import WEIGHTS, capture_output, load_library
 from mdps.runtime.errors import BackendError, first_line, require
-from mdps.runtime.mnn import WEIGHTS, capture_output, load_library
 
 SUFFIX = ".mnn"
 _CONVERT = "import sys, _tools; _tools.mnnconvert(sys.argv)"
@@ -31,7 +31,7 @@ def check_library() -> None:
         raise BackendError('the converter of MNN cannot be imported: pip install "mdps[mnn]"')
 
 
-def write_mnn(model: ModelProto, path: Path) -> None:
+def write(model: ModelProto, path: Path) -> None:
     """Write the graph, whose batch becomes one image, to `path` and its weights beside it.
 
     Equal models give equal files: the random name that the converter gives each is replaced. BackendError where it

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from mdps.export.methods import METHODS, method
 from mdps.export.presets import preset
 from mdps.models.checkpoints.statements import LoadOptions
+from mdps.runtime.engines import ENGINES, named
 from mdps.runtime.errors import require
 from mdps.runtime.option import Option, build
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.runtime.session import ARITHMETIC, BACKENDS, PLAN_BACKENDS
 from mdps.runtime.settings import (
     PassSettings,
     SamplerSettings,
@@ -50,10 +50,10 @@ class ExportOptions:
     there, in the same ranges. `backbone_weights` is a file, None what is installed or cached; `roi` is (left, top,
     width, height) in pixels of the photograph; `load` is what the checkpoint does not say.
 
-    `precision` is that of the denoiser's graphs. `backend` names the library whose own files the bundle holds too:
-    "mnn" the step graphs for a CPU, the others plans for cards of each `compute_capability` and steps of at most
-    `max_batch` samples. `engines` are those of the processor that have to agree with ONNX Runtime, None all that are
-    here; one that was left out is compared when it first loads the bundle. With `count_nodes` the manifest also
+    `precision` is that of the denoiser's graphs. `engine` names one that reads files of its own, which the bundle then
+    holds too: "mnn" the step graphs for a CPU, the others plans for cards of each `compute_capability` and steps of at
+    most `max_batch` samples. `engines` are those of the processor that have to agree with ONNX Runtime, None all that
+    are here; one that was left out is compared when it first loads the bundle. With `count_nodes` the manifest also
     says what torch's autograd performs for a guided step, beside the nodes of the graphs.
     """
 
@@ -118,9 +118,12 @@ class ExportOptions:
     ] = None
     load: LoadOptions = field(default_factory=LoadOptions)
     count_nodes: Annotated[bool, Option("Count the graphs' nodes, and what torch performs for a guided step.")] = False
-    backend: Annotated[
-        Literal["tensorrt", "tensorrt-rtx", "mnn"] | None,
-        Option("Write this library's own files too: engine plans for a card (docs/use/gpu.md), or graphs for the CPU."),
+    engine: Annotated[
+        str | None,
+        Option(
+            "Write this engine's own files too: engine plans for a card (docs/use/gpu.md), or graphs for the CPU.",
+            words=tuple(one.name for one in ENGINES if one.reads in ("own", "plans")),
+        ),
     ] = None
     compute_capability: Annotated[
         tuple[str, ...] | None,
@@ -139,22 +142,28 @@ class ExportOptions:
     ] = None
     max_batch: Annotated[int, Option("Posterior samples that the plans' steps take at once, at most.", low=1)] = 8
 
+    @property
+    def writes(self) -> str:
+        """What files of its own the engine reads: "own" or "plans"; "" without one."""
+        return named(self.engine).reads if self.engine else ""
+
     def __post_init__(self) -> None:
+        require(self.writes in ("", "own", "plans"), f"the engine {self.engine} reads the ONNX graphs: leave it out")
         require(
             self.precision == "fp32" or self.guidance_backend == "onnx",
             f"--precision {self.precision} is of ONNX graphs, and --guidance-backend traced makes a torch program of "
             "the guided step: leave one of them out",
         )
         require(
-            self.compute_capability is None or self.backend in PLAN_BACKENDS,
-            "--compute-capability is of engine plans, and none are asked for: add --backend tensorrt-rtx",
+            self.compute_capability is None or self.writes == "plans",
+            "--compute-capability is of engine plans, and none are asked for: add --engine tensorrt-rtx",
         )
-        exact = [name for name in BACKENDS if name not in ARITHMETIC]
+        exact = [one.name for one in ENGINES if one.automatic]
         for name in self.engines or ():
             require(name in exact, f"--engines has {name!r}: choose of {', '.join(exact)}")
         require(
-            self.backend != "mnn" or (self.precision == "fp32" and self.guidance_backend == "onnx"),
-            "--backend mnn computes ONNX graphs in fp32: leave out --precision and --guidance-backend",
+            self.writes != "own" or (self.precision == "fp32" and self.guidance_backend == "onnx"),
+            f"--engine {self.engine} computes ONNX graphs in fp32: leave out --precision and --guidance-backend",
         )
 
     @classmethod

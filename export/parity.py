@@ -14,6 +14,7 @@ from mdps.models import oracle as oracles
 from mdps.models.backbones import Backbone
 from mdps.models.checkpoints import Denoiser
 from mdps.models.oracle_setup import eps_of, features_of, oracle_of
+from mdps.runtime.engines import DEFAULT, ENGINES
 from mdps.runtime.errors import BackendError
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN
 from mdps.runtime.pipeline import Pipeline
@@ -25,11 +26,11 @@ from mdps.runtime.settings import PassSettings, Settings
 Array = NDArray[np.float32]
 TOLERANCES = {
     "eps": 1e-4, "guidance_gradient": 1e-4, "one_step": 5e-4, "first_map": 2e-3, "mask_disagreement": 1e-2,
-    "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3, "variants": 1e-4, "mnn": 5e-4,
-}  # fmt: skip
+    "posterior_sample": 2e-3, "anomaly_map": 2e-3, "anomaly_score": 1e-3, "variants": 1e-4,
+} | {row.name: row.tolerance for row in ENGINES if row.tolerance}  # fmt: skip
 """Largest difference over the largest value (at least 1, but for the gradient and the maps); shares for the mask.
 
-Winograd's sums on tiles of 6 x 6, as MNN computes, round several times as much as a plain convolution's.
+An engine may have one of its own, for the step graphs in its form; "variants" is for all others'.
 """
 FP16_TOLERANCES = {
     "eps": 2e-2, "guidance_gradient": 2e-2, "one_step": 2e-2, "first_map": 5e-2, "mask_disagreement": 5e-2,
@@ -112,8 +113,8 @@ def check_parity(
 def engines_disagree(found: str) -> str:
     """The sentence about engines that are not what the others are; `found` says which and how far."""
     return (
-        f"an engine computes the exported graphs otherwise than onnxruntime, so no bundle was written: {found}; leave "
-        "it out of --engines (onnxruntime alone: --engines onnxruntime), and the bundle will be refused on it"
+        f"an engine computes the exported graphs otherwise than {DEFAULT}, so no bundle was written: {found}; leave "
+        f"it out of --engines ({DEFAULT} alone: --engines {DEFAULT}), and the bundle will be refused on it"
     )
 
 
@@ -163,7 +164,7 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
     for images in (1, 2):
         many = images * pipeline.settings.sampler.samples
         sampling = posterior_sampling(
-            pipeline.steps,
+            pipeline.graphs,
             pipeline.schedule,
             pipeline.settings.sampler,
             y[:images],
@@ -187,7 +188,7 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
             report.compare("eps", np.asarray(state.eps), e)
             report.compare("guidance_gradient", state.guidance_gradient, gradient, floor=1e-12)
     if one.guidance_scale and state.step is not None:
-        _check_gradient_moves(pipeline.steps.at(one.guidance_scale), y, state.step)
+        _check_gradient_moves(pipeline.graphs.step(one.guidance_scale), y, state.step)
 
 
 def _feeds(session: Session, y: Array, step: Step) -> dict[str, Array]:

@@ -12,12 +12,10 @@ import onnx
 from mdps.export.engine import Builder, Profile
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.errors import require
+from mdps.runtime.graphs import SCORE, STEPS
 from mdps.runtime.manifest import FileEntry, GraphEntry, Manifest
-from mdps.runtime.plans import KEY, PlanEntry, plans_of
+from mdps.runtime.plans import PlanEntry
 
-FORM = "openvino"
-"""The step graphs in which no norm reshapes the image, so that convolutions may keep the layout they run fastest in."""
-STEPS = ("guided_step", "plain_step")
 Range = tuple[int, int, int]
 
 
@@ -27,16 +25,16 @@ def add_plans(
     """Builds a plan of every ONNX graph of the bundle in `folder`; the manifest that lists them, not yet written.
 
     `max_batch` is how many posterior samples a step takes at most, as in the runtime. Plans of the same key stay as
-    they are, others of the same backend make way. Raises BackendError where one does not build.
+    they are, others of the same engine make way. Raises BackendError where one does not build.
     """
     require(max_batch >= 1, f"max_batch {max_batch} should be at least 1")
-    old = {entry.key: entry for entry in plans_of(manifest)}
+    old = {entry.key: entry for entry in manifest.plans}
     new = []
     for role, graph in manifest.graphs.items():
         if graph.session == "ort":
             wanted = _wanted(folder, manifest, builder, role, graph, max_batch)
             new.append(old.get(wanted.key) or _built(folder, builder, wanted, say))
-    kept = [entry for entry in old.values() if entry.backend != builder.backend]
+    kept = [entry for entry in old.values() if entry.engine != builder.engine.name]
     return _listing(folder, manifest, [*kept, *new], old.values())
 
 
@@ -50,19 +48,19 @@ def _wanted(
     entry = PlanEntry(
         role=role,
         file="",
-        backend=builder.backend,  # type: ignore[arg-type]
+        engine=builder.engine.name,
         version=builder.version,
         compute_capabilities=builder.capabilities,
-        precision=manifest.network.get("precision", "fp32") if step else "fp32",
-        graph=graph.variants.get(FORM, graph.file),
+        precision=manifest.precision if step else "fp32",
+        graph=graph.variants.get(builder.engine.form, graph.file),
         key="",
         batch=(1, min(samples, max_batch), max_batch) if step else (1, 1, images),
-        samples=(1, samples, samples) if role == "score" else None,
+        samples=(1, samples, samples) if role == SCORE else None,
         types={},
         inspected="network",
     )
     key = _key(entry, builder.options, _graph_hash(folder, manifest, entry.graph))
-    return replace(entry, key=key, file=f"{role}.{builder.backend}.{key[:16]}.plan")
+    return replace(entry, key=key, file=f"{role}.{builder.engine.name}.{key[:16]}.plan")
 
 
 def _key(entry: PlanEntry, options: dict[str, Any], graph: str) -> str:
@@ -104,4 +102,4 @@ def _listing(folder: Path, manifest: Manifest, entries: list[PlanEntry], old: It
     for file in gone:
         (folder / file).unlink(missing_ok=True)
     files = {name: entry for name, entry in manifest.files.items() if name not in gone} | plans
-    return replace(manifest, files=files, parity=manifest.parity | {KEY: [entry.to_json() for entry in entries]})
+    return replace(manifest, files=files, plans=tuple(entries))

@@ -13,10 +13,11 @@ from onnx import ModelProto
 from mdps.export.detector_graph import compose
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.detector import Detector
+from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.loading import load
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.ort import OrtSession
+from mdps.runtime.session import Session
 
 FILE_NAME = "detector.onnx"
 MAX_BYTES = 2**31 - 1  # of one protobuf message, and so of an ONNX file that holds its weights
@@ -76,15 +77,11 @@ def _refuse(bundle: Path, manifest: Manifest) -> None:
             f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "
             "export the checkpoint again with --guidance-backend onnx"
         )
-    if _precision(manifest) not in TOLERANCES:
+    if manifest.precision not in TOLERANCES:
         raise UsageError(
-            f"{bundle} computes in {_precision(manifest)}, which the single file's engine does not on a CPU: "
+            f"{bundle} computes in {manifest.precision}, which the single file's engine does not on a CPU: "
             f"export the checkpoint again with --precision {' or '.join(reversed(TOLERANCES))}"
         )
-
-
-def _precision(manifest: Manifest) -> str:
-    return str(manifest.network.get("precision", "fp32"))
 
 
 def _serialized(model: ModelProto) -> bytes:
@@ -104,7 +101,7 @@ def _compare(file: Path, detector: Detector) -> None:
     A mask pixel right on its threshold may fall to either side, and all after it then differs. That is rare, and a file
     that is wrong is wrong on every picture: so one of a few must agree.
     """
-    session, tolerance = OrtSession(file), TOLERANCES[_precision(detector.manifest)]
+    session, tolerance = open_session(file), TOLERANCES[detector.manifest.precision]
     try:
         errors = []
         for seed in range(3):
@@ -126,7 +123,7 @@ def _picture(detector: Detector, seed: int) -> NDArray[np.uint8]:
     return np.repeat(stripes, top + height, axis=0)
 
 
-def _difference(session: OrtSession, detector: Detector, image: NDArray[np.uint8]) -> dict[str, float]:
+def _difference(session: Session, detector: Detector, image: NDArray[np.uint8]) -> dict[str, float]:
     wanted, found = detector(image), session.run({"image": image})
     return {
         "anomaly_map": float(np.abs(found["anomaly_map"] - wanted.anomaly_map).max()),

@@ -5,6 +5,7 @@ with mdps.runtime.load("bundle") as detector:
     print(result.verdict, result.score)
 """
 
+from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.calibration import Calibration, CalibrationWarning, calibrate
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, MdpsError, UsageError
@@ -27,6 +28,7 @@ __all__ = [
     "CalibrationWarning",
     "Detector",
     "ImageError",
+    "LoadOptions",
     "MaskSettings",
     "MdpsError",
     "PassSettings",

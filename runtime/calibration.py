@@ -4,20 +4,17 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError, require
-from mdps.runtime.plausibility import IMAGES, noise_doubt
+from mdps.runtime.plausibility import IMAGES, Judge, noise_doubt
 from mdps.runtime.preprocessing import Picture
 from mdps.runtime.records import Record
-from mdps.runtime.session import ARITHMETIC
 from mdps.runtime.settings import EXIT_SHARES
-
-if TYPE_CHECKING:
-    from mdps.runtime.detector import Detector
 
 
 class CalibrationWarning(UserWarning):
@@ -33,7 +30,7 @@ class Calibration(Record):
     range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` holds
     its warnings or is empty. `first_quantiles` are the scores of the first pass that a share of good images does
     not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
-    backend computed the steps in, "" for the bundle's own precision (`session.ARITHMETIC`): in another, scores differ.
+    engine computed the steps in, "" for the bundle's own precision: in another, scores differ.
     """
 
     threshold: float
@@ -117,7 +114,7 @@ def exit_limit(calibration: Calibration | None, share: float, name: str) -> floa
 
 
 def calibrate(
-    detector: "Detector", images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8
+    detector: Judge, images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8
 ) -> Calibration:
     """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
 
@@ -161,7 +158,7 @@ def calibrate(
             noise_doubt(detector, _some(detector, pictures)),
         ),
         first_quantiles=first_quantiles(np.concatenate(first_scores)),
-        arithmetic=cast(Literal["", "bf16"], ARITHMETIC.get(detector.backend, "")),
+        arithmetic=named(detector.engine).arithmetic,
     )
 
 
@@ -176,19 +173,19 @@ class _Range:
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
 
 
-def _batches(detector: "Detector", pictures: list[Picture], batch: int) -> Iterator[NDArray[np.float32]]:
+def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[NDArray[np.float32]]:
     for start in range(0, len(pictures), batch):
         yield np.stack([detector.preprocessing(picture) for picture in pictures[start : start + batch]])
 
 
-def _first_pass_range(detector: "Detector", pictures: list[Picture], batch: int) -> tuple[float, float]:
+def _first_pass_range(detector: Judge, pictures: list[Picture], batch: int) -> tuple[float, float]:
     found = _Range()
     for observations in _batches(detector, pictures, batch):
         found.add(detector.first_maps(observations))
     return (found.low, found.high)
 
 
-def _some(detector: "Detector", pictures: list[Picture]) -> NDArray[np.float32]:
+def _some(detector: Judge, pictures: list[Picture]) -> NDArray[np.float32]:
     """Return a few of them as observations, from the first to the last."""
     chosen = pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]
     return np.stack([detector.preprocessing(picture) for picture in chosen])

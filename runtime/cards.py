@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -29,26 +29,23 @@ _MAJOR_MINOR = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and .._M
 
 @dataclass(frozen=True)
 class Card:
-    """One card as NVML counts it; bytes of memory, None where card and host share theirs."""
+    """One card, by NVML's number of it and UUID where that lists it, and by CUDA's `ordinal` where it was chosen.
 
-    index: int
-    uuid: str
-    name: str
-    compute_capability: str
-    free: int | None
-    total: int | None
-    driver: str
+    Bytes of memory are None where card and host share theirs, or nothing on the machine lists it.
+    """
+
+    index: int | None = None
+    uuid: str = ""
+    name: str = ""
+    compute_capability: str = ""
+    free: int | None = None
+    total: int | None = None
+    driver: str = ""
+    ordinal: int | None = None
 
     def __str__(self) -> str:
-        return f"card {self.index} ({self.name}, {self.uuid})"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process computes: CUDA's number of the card, and the card, None where nothing on the machine lists it."""
-
-    ordinal: int
-    card: Card | None
+        number = self.ordinal if self.index is None else self.index
+        return f"card {number} ({self.name}, {self.uuid or f'compute capability {self.compute_capability}'})"
 
 
 def cards() -> tuple[Card, ...]:
@@ -70,9 +67,10 @@ def cards() -> tuple[Card, ...]:
         pynvml.nvmlShutdown()
 
 
-def choose(device: str | int | None) -> Place:
-    """The card with the index that nvidia-smi shows, or a UUID or its beginning; None: the first one CUDA shows.
+def choose(device: str | int | None) -> Card:
+    """Return the card with the index that nvidia-smi shows, or a UUID or its beginning, and CUDA's number of it.
 
+    None: the first one CUDA shows, of which no more than that number is known where nothing lists it.
     Raises UsageError where there can be or is no such card or CUDA_VISIBLE_DEVICES hides it, BackendError where CUDA
     has none.
     """
@@ -81,12 +79,12 @@ def choose(device: str | int | None) -> Place:
     visible, known = cuda_cards(), cards()
     by_uuid = {_bare(card.uuid): card for card in known}
     if device is None:
-        return Place(0, by_uuid.get(visible[0]))
+        return replace(by_uuid.get(visible[0], Card()), ordinal=0)
     card = find(device, known)
     if _bare(card.uuid) not in visible:
         shown = ", ".join(str(by_uuid.get(uuid, uuid)) for uuid in visible)
         raise UsageError(f"{card} is hidden from this process by {_filter()}, it sees {shown}: choose among those")
-    return Place(visible.index(_bare(card.uuid)), card)
+    return replace(card, ordinal=visible.index(_bare(card.uuid)))
 
 
 def find(device: str | int, known: Sequence[Card]) -> Card:
@@ -157,7 +155,7 @@ def _driver() -> Any:
     except OSError as error:
         raise BackendError(
             f"a card was asked for, but NVIDIA's driver cannot be loaded ({error}): install it, or compute on the "
-            "CPU (leave out --backend and --provider; with `mdps gpu-check` add --cpu)"
+            "CPU (leave out --engine; with `mdps gpu-check` add --cpu)"
         ) from error
 
 

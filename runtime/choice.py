@@ -1,7 +1,6 @@
-"""Which backend is the faster one for a bundle on this machine: measured once, written down, then read."""
+"""Which engine is the fastest one for a bundle on this machine: measured once, written down, then read."""
 
 import hashlib
-import importlib.util
 import json
 import platform
 import statistics
@@ -17,26 +16,23 @@ from typing import Any, Self
 import numpy as np
 
 from mdps import __version__
-from mdps.runtime.doctor import engine_versions
-from mdps.runtime.errors import BackendError
+from mdps.runtime import engines
+from mdps.runtime.errors import BackendError, BackendWarning
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
-from mdps.runtime.sampler import StepSessions, posterior_sampling
-from mdps.runtime.session import ARITHMETIC, BACKENDS, OWN_FILES
+from mdps.runtime.sampler import posterior_sampling
+from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
 from mdps.runtime.user_cache import cache_folder, write_newest
+from mdps.runtime.versions import installed as versions
 
-FILE_NAME = "backends.json"
+FILE_NAME = "engines.json"
 MEASURED_SECONDS = 1.5
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
-_MODULES = {"mnn": "MNN"}
 
 Probe = Callable[[], object]
 """Does once what is to be compared."""
-
-
-class BackendWarning(UserWarning):
-    """A backend could not be measured, or a choice between them not be read or written down; results are unaffected."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,11 @@ def choose(
     open_probe: Callable[[str, ExitStack], Probe] | None,
     has_files: Callable[[str], bool] = lambda _: True,
 ) -> str:
-    """One of the installed backends: the only one, the remembered one, or the one whose probe runs fastest.
+    """One of the installed engines: the only one, the remembered one, or the one whose probe runs fastest.
 
-    `open_probe` opens what a backend needs, closed with the stack it is given; None where there is nothing to compare,
-    which gives the first of BACKENDS. `has_files`: whether the bundle has what the backend reads. Raises BackendError
-    where no backend is installed or none works; warns with a BackendWarning of all that does not work but leaves a
+    `open_probe` opens what an engine needs, closed with the stack it is given; None where there is nothing to compare,
+    which gives the first. `has_files`: whether the bundle has what the engine reads. Raises BackendError
+    where no engine is installed or none works; warns with a BackendWarning of all that does not work but leaves a
     choice.
     """
     names = [name for name in installed() if has_files(name)]
@@ -86,17 +82,27 @@ def choose(
 
 
 def installed() -> tuple[str, ...]:
-    """Backends in float32 whose library is installed, without importing it; BackendError where there is none."""
-    exact = [name for name in BACKENDS if name not in ARITHMETIC]
-    there = {name: importlib.util.find_spec(_MODULES.get(name, name)) is not None for name in exact}
-    # ONNX Runtime computes what a backend with files of its own has no file of.
-    names = tuple(name for name in exact if there[name] and (name not in OWN_FILES or there["onnxruntime"]))
+    """Automatic engines whose library is installed, without importing it; BackendError where there is none."""
+    there = [engine for engine in automatic() if engine.installed]
+    # The default engine computes what one with files of its own has no file of.
+    rest = any(engine.name == engines.DEFAULT for engine in there)
+    names = tuple(engine.name for engine in there if engine.complete or rest)
     if not names:
-        raise BackendError('no backend is installed: pip install "mdps[cpu]" or "mdps[openvino]"')
+        raise BackendError('no engine is installed: pip install "mdps[cpu]" or "mdps[openvino]"')
     return names
 
 
-def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, passes: Sequence[int]) -> Probe:
+def engine_versions() -> dict[str, str]:
+    """Return the installed releases of the libraries among which there is a choice, by the names of their wheels."""
+    return versions(*dict.fromkeys(wheel for engine in automatic() for wheel in engine.wheels))
+
+
+def automatic() -> tuple[engines.Engine, ...]:
+    """The rows of the table among which there is a choice."""
+    return tuple(engine for engine in engines.ENGINES if engine.automatic)
+
+
+def stepper(sessions: Graphs[Session], manifest: Manifest, settings: Settings, passes: Sequence[int]) -> Probe:
     """A probe of the first step of each of these passes, on one grey image: the steps are nearly all of its time."""
     grey = np.zeros((1, 3, *manifest.preprocessing.network_size), dtype=np.float32)
     mask = np.ones_like(grey[:, :1])
@@ -114,7 +120,7 @@ def stepper(sessions: StepSessions, manifest: Manifest, settings: Settings, pass
 
 
 def measure(names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe]) -> dict[str, float]:
-    """Median seconds of each backend's probe, in turns; one that fails is left out with a BackendWarning."""
+    """Median seconds of each engine's probe, in turns; one that fails is left out with a BackendWarning."""
     with ExitStack() as opened:
         probes = _warm(names, open_probe, opened)
         times: list[dict[str, float]] = []
@@ -137,7 +143,7 @@ def _warm(names: Sequence[str], open_probe: Callable[[str, ExitStack], Probe], o
             probe()  # compiles and allocates
         except BackendError as error:
             failures.append(error)
-            _warn(f"the backend {name} is left out of the choice: {error}")
+            _warn(f"the engine {name} is left out of the choice: {error}")
         else:
             probes[name] = probe
     if not probes:
@@ -157,27 +163,27 @@ def cache_file() -> Path:
 
 
 def remembered(situation: CpuSituation) -> str | None:
-    """The backend written down for this situation, if any; a BackendWarning where the file is damaged."""
+    """The engine written down for this situation, if any; a BackendWarning where the file is damaged."""
     try:
         entry = _read().get(situation.key)
-        return None if entry is None else str(entry["backend"])
+        return None if entry is None else str(entry["engine"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _warn(f"the choice of a backend cannot be read and is made again: {_describe(error)}")
+        _warn(f"the choice of an engine cannot be read and is made again: {_describe(error)}")
         return None
 
 
-def remember(situation: CpuSituation, backend: str, times: Mapping[str, float]) -> None:
+def remember(situation: CpuSituation, engine: str, times: Mapping[str, float]) -> None:
     """Write the choice down, with what it rests on; a BackendWarning where that is not possible."""
     try:
         entries = _read()
     except (OSError, ValueError, RecursionError):
         entries = {}  # `remembered` has said so
     milliseconds = {name: round(seconds * 1000, 3) for name, seconds in times.items()}
-    entry = {"backend": backend, "step_ms": milliseconds, **asdict(situation)}
+    entry = {"engine": engine, "step_ms": milliseconds, **asdict(situation)}
     try:
         write_newest(cache_file(), entries, situation.key, entry)
     except OSError as error:
-        _warn(f"the choice of the backend {backend} is not remembered and will be measured again: {error}")
+        _warn(f"the choice of the engine {engine} is not remembered and will be measured again: {error}")
 
 
 def _read() -> dict[str, Any]:

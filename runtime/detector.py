@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.calibration import Calibration, exit_limit
+from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pictures import describe
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Picture
-from mdps.runtime.schedule import Step
+from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 
 
@@ -45,7 +46,7 @@ class Result:
 class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
-    `manifest`, `calibration` (None without one), `product` and `backend` are what it was loaded with; `preprocessing`
+    `manifest`, `calibration` (None without one), `product` and `engine` are what it was loaded with; `preprocessing`
     makes an observation [3, H, W] of a picture. `warm_up_seconds` is how long the last image took that `warm_up` ran; 0
     before.
 
@@ -59,10 +60,10 @@ class Detector:
         calibration: Calibration | None = None,
         *,
         product: str = "default",
-        backend: str = "onnxruntime",
+        engine: str = DEFAULT,
     ) -> None:
         self.manifest, self.calibration, self.product = manifest, calibration, product
-        self.preprocessing, self.backend = manifest.preprocessing, backend
+        self.preprocessing, self.engine = manifest.preprocessing, engine
         self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
         self._pipeline: Inspector | None = pipeline
@@ -85,7 +86,7 @@ class Detector:
             "product": self.product,
             "calibration": self.calibration.to_json() if self.calibration else None,
             "versions": dict(self.manifest.versions),
-            "backend": self.backend,
+            "engine": self.engine,
             "engines": dict(self._engines),
         }
 
@@ -176,6 +177,16 @@ class Detector:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """The one its denoiser was trained on."""
+        return self.manifest.schedule
+
+    @property
+    def on_card(self) -> bool:
+        """Whether the whole loop stays on a card, by whose events the times of passes and scoring are measured."""
+        return self._open_pipeline().on_card
 
     def _open_pipeline(self) -> Inspector:
         if self._pipeline is None:

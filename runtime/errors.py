@@ -29,6 +29,10 @@ class BackendError(MdpsError):
     """The engine library is missing, refuses a graph or provider, or computed something that is no number."""
 
 
+class BackendWarning(UserWarning):
+    """Something of an engine is not as it could be, such as a choice that is not remembered; results are unaffected."""
+
+
 def first_line(text: str, otherwise: str = "no reason given") -> str:
     """The first line of what a library says, short enough for a sentence of ours."""
     return (text.strip().splitlines() or [otherwise])[0].rstrip(".: ")[:300]

@@ -9,57 +9,42 @@ from typing import Any, Literal, Self
 
 from mdps.runtime.atomic import is_temporary, write_text
 from mdps.runtime.calibration import Calibration
+from mdps.runtime.engines import Engine
 from mdps.runtime.errors import BundleError, require
+from mdps.runtime.plans import PlanEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 50
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _add_methods(obj: dict[str, Any]) -> dict[str, Any]:
-    """Schema 1 knew Gaussian noise, and passes that start from the observation and make each step once."""
-    new_of_pass = {"start": "observation", "resamples": 1}
-    added: dict[str, Any] = {"noise": "gaussian", "first_pass": new_of_pass, "masked_pass": new_of_pass}
-    migrated: dict[str, Any] = _with_missing(obj, {"settings": {"sampler": added}})
-    return migrated
+def _add_fields(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 4 had the precision among the notes on the network, and the plans in the parity report."""
+    added: dict[str, Any] = {"precision": "fp32", "plans": []}
+    for key, inside in (("precision", "network"), ("plans", "parity")):
+        if isinstance(notes := obj.get(inside), dict):  # what is no object stays for `from_json` to refuse
+            added[key] = notes.get(key, added[key])
+            obj = {**obj, inside: {name: value for name, value in notes.items() if name != key}}
+    if isinstance(added["plans"], list):
+        added["plans"] = [_of_engine(plan) for plan in added["plans"]]
+    return added | obj
 
 
-def _add_early_exit(obj: dict[str, Any]) -> dict[str, Any]:
-    """Schema 2 knew no early exit, so its calibrations did not record what one needs."""
-    added = {"settings": {"sampler": {"early_exit": 0.0}}}
-    migrated: dict[str, Any] = _with_missing(obj, added | _to_calibrations(obj, "first_quantiles", []))
-    return migrated
+def _of_engine(plan: Any) -> Any:
+    if not isinstance(plan, dict):
+        return plan
+    return {"engine" if key == "backend" else key: value for key, value in plan.items()}
 
 
-def _add_arithmetic(obj: dict[str, Any]) -> dict[str, Any]:
-    """Schema 3 knew no backend that computes in less than the bundle's precision."""
-    migrated: dict[str, Any] = _with_missing(obj, _to_calibrations(obj, "arithmetic", ""))
-    return migrated
-
-
-def _to_calibrations(obj: dict[str, Any], field_name: str, value: Any) -> dict[str, Any]:
-    calibrations = obj.get("calibrations")
-    products = calibrations if isinstance(calibrations, dict) else {}
-    return {"calibrations": {name: {field_name: value} for name in products}}
-
-
-def _with_missing(obj: Any, added: dict[str, Any]) -> Any:
-    """A copy with the leaves of `added` where `obj` lacks them; what is no object stays for `from_json` to refuse."""
-    if not isinstance(obj, dict):
-        return obj
-    inner = {key: _with_missing(obj[key], value) for key, value in added.items() if key in obj and type(value) is dict}
-    return {key: value for key, value in added.items() if type(value) is not dict} | obj | inner
-
-
-MIGRATIONS: dict[int, Migration] = {1: _add_methods, 2: _add_early_exit, 3: _add_arithmetic}
-"""From each older schema version to the next one."""
+MIGRATIONS: dict[int, Migration] = {4: _add_fields}
+"""From each older schema version to the next one; those before 4 were never released."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +70,7 @@ class FileEntry(Record):
 class GraphEntry(Record):
     """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program.
 
-    `variants` maps a backend's name to the file of the same graph in the form that backend runs fastest.
+    `variants` maps a form (see `mdps.runtime.engines.Engine.form`) to the file of the same graph in that form.
     """
 
     file: str
@@ -106,13 +91,15 @@ class Manifest(Record):
     """All a runtime must know of a bundle.
 
     `graphs` maps a role (guided_step, plain_step, features, score) to its file; `calibrations` a product's name to its
-    calibration; `files` each plain file name to its hash. `network`, `versions` and `parity` are records for people and
-    for the exporter, free of form.
+    calibration; `files` each plain file name to its hash. `precision` is that of the step graphs, `plans` are built
+    from the graphs for engines of plans. `network`, `versions` and `parity` are records for people and for the
+    exporter, free of form.
     """
 
     schema_version: int
     name: str
     settings: Settings
+    precision: Literal["fp32", "fp16", "bf16"]
     network: dict[str, Any]
     schedule: NoiseSchedule
     prediction: Literal["eps", "v", "x0"]
@@ -120,6 +107,7 @@ class Manifest(Record):
     calibrations: dict[str, Calibration]
     files: dict[str, FileEntry]
     graphs: dict[str, GraphEntry]
+    plans: tuple[PlanEntry, ...]
     versions: dict[str, str]
     parity: dict[str, Any]
     checkpoint: CheckpointEntry
@@ -133,6 +121,8 @@ class Manifest(Record):
         for role, graph in self.graphs.items():
             for file in (graph.file, *graph.variants.values()):
                 require(file in self.files, f"the graph {role!r} is in {file!r}, which is not among the files")
+        for plan in self.plans:
+            require(plan.file in self.files, f"the plan {plan.file!r} is not among the files: export again")
 
     @classmethod
     def read(cls, folder: Path | str, *, verify: bool = True) -> Self:
@@ -162,6 +152,18 @@ class Manifest(Record):
         if role not in self.graphs:
             raise BundleError(f"{Path(folder) / FILE_NAME} names no graph {role!r}: export the bundle again")
         return self.graphs[role]
+
+    def plans_of(self, engine: str) -> dict[str, PlanEntry]:
+        """The plans that this engine runs, by the roles of their graphs."""
+        return {plan.role: plan for plan in self.plans if plan.engine == engine}
+
+    def serves(self, engine: Engine) -> bool:
+        """Whether the bundle has what this engine reads; of step graphs of its own one is enough."""
+        if engine.reads == "plans":
+            return bool(self.plans_of(engine.name))
+        if engine.reads == "program":
+            return self.guidance_backend == "traced"
+        return engine.reads == "onnx" or any(engine.form in graph.variants for graph in self.graphs.values())
 
     def write(self, folder: Path | str) -> None:
         """Write `manifest.json` into the folder, whole or not at all; keys in the order of the fields."""
@@ -193,10 +195,16 @@ def migrate(
         raise BundleError(f"{where} has schema version {version}, this mdps knows up to {current}: upgrade mdps")
     while version < current:
         if version not in migrations:
-            raise BundleError(f"{where} has schema version {version}, too old to migrate: export the bundle again")
+            raise BundleError(f"{where} has schema version {version}, too old to migrate: {_made_anew(obj, where)}")
         version += 1
         obj = {**migrations[version - 1](obj), "schema_version": version}
     return obj
+
+
+def _made_anew(obj: Mapping[str, Any], where: Path | str) -> str:
+    checkpoint = obj.get("checkpoint")
+    name = checkpoint.get("name") if isinstance(checkpoint, dict) else None
+    return f"run `mdps export --ckpt {name or 'CHECKPOINT'} --out {Path(where).parent} --force`, with its options"
 
 
 def _is_plain_name(name: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
+from mdps.runtime.graphs import GUIDED, STEPS
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.user_cache import cache_folder, write_newest
 
@@ -47,7 +48,7 @@ def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapp
     """
     given, roles = files or {}, tuple(roles)
     weights = sum(_weights(manifest, role, given.get(role)) for role in roles)
-    shares = [_step(manifest, role) for role in roles if role.endswith("_step")]
+    shares = [_step(manifest, role) for role in roles if role in STEPS]
     if len(shares) < len(roles):  # features and score take less than one image with a hundred channels would
         height, width = manifest.preprocessing.network_size
         shares.append(100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2))
@@ -62,7 +63,7 @@ def _weights(manifest: Manifest, role: str, file: str | None) -> int:
     own = sizes.get(graph.file, 0) if graph else 0
     if graph is not None and graph.session == "traced":
         return own
-    shared = "denoiser.weights" if role.endswith("_step") else "features.weights"
+    shared = "denoiser.weights" if role in STEPS else "features.weights"
     return own + sizes.get(shared, 0)
 
 
@@ -82,41 +83,26 @@ def _step(manifest: Manifest, role: str) -> int:
     heads = network.get("num_heads") or 1
     attention = [heads * (height * width / factor**2) ** 2 for factor in network.get("attention_factors", ())]
     floats: float
-    if role == "guided_step":  # what the gradient goes back through is kept
+    if role == GUIDED:  # what the gradient goes back through is kept
         floats = _GUIDED_MAPS * blocks * maps + 2 * blocks * sum(attention)
     else:
         floats = _PLAIN_MAPS * maps + 2 * max(attention, default=0)
-    return round(_FLOAT * floats * (_HALF if network.get("precision", "fp32") != "fp32" else 1))
+    return round(_FLOAT * floats * (_HALF if manifest.precision != "fp32" else 1))
 
 
-@dataclass(frozen=True)
-class CardSituation:
-    """What a measurement depends on."""
-
-    bundle: str
-    card: str
-    engine: str
-    samples: int
-
-    @classmethod
-    def of(cls, manifest: Manifest, card: Card, engine: str, samples: int) -> "CardSituation":
-        """This bundle on this kind of card, with `engine`: its name, release and options."""
-        return cls(manifest.files_sha256, card.name, engine, samples)
-
-    @property
-    def key(self) -> str:
-        """One word that differs where anything differs."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+def measurement_key(manifest: Manifest, card: Card, engine: str, samples: int) -> str:
+    """One word for this bundle on this kind of card with `engine`, its name and releases: another where any differs."""
+    return hashlib.sha256(repr((manifest.files_sha256, card.name, engine, samples)).encode()).hexdigest()
 
 
-def check_room(card: Card, need: Need, situation: CardSituation, bundle: str, others: Iterable[Card] = ()) -> None:
+def check_room(card: Card, need: Need, key: str, bundle: str, others: Iterable[Card] = ()) -> None:
     """BackendError where the card has less free memory than was measured, or else is estimated, to be needed.
 
     Nothing where the card does not say how much it has free. `others` are cards that could be taken instead.
     """
     if card.free is None:
         return
-    measured = _read().get(situation.key)
+    measured = _read().get(key)
     wanted = need.total if measured is None else measured
     if wanted <= card.free:
         return
@@ -135,12 +121,12 @@ def check_room(card: Card, need: Need, situation: CardSituation, bundle: str, ot
     )
 
 
-def remember(situation: CardSituation, taken: int) -> None:
+def remember(key: str, taken: int) -> None:
     """Write down what a loaded and warmed up bundle took; nothing where that is not possible or no sensible number."""
     if taken <= 0:
         return
     with suppress(OSError):
-        write_newest(_file(), _read(), situation.key, taken)
+        write_newest(_file(), _read(), key, taken)
 
 
 def _read() -> dict[str, int]:

@@ -47,7 +47,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that a user may set; `kind` is its type, without None."""
+    """A field that a user may set; `kind` is its type, without None; of several the first."""
 
     name: str
     kind: Any
@@ -96,8 +96,7 @@ def _inner(field: Field[Any]) -> type[Dataclass] | None:
 def _without_none(kind: Any) -> Any:
     if get_origin(kind) not in (Union, types.UnionType):
         return kind
-    (inner,) = [one for one in get_args(kind) if one is not type(None)]
-    return inner
+    return next(one for one in get_args(kind) if one is not type(None))
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import BackendError, CalibrationError
+from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise
-from mdps.runtime.sampler import StepSessions, alone, posterior_sampling, step_scalars
+from mdps.runtime.sampler import alone, posterior_sampling, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.session import Arrays, Session
 from mdps.runtime.settings import MaskSettings, Settings
@@ -50,6 +51,10 @@ class Inspector(Protocol):
     def engines(self) -> dict[str, str]:
         """What runs each graph, as its engine says."""
 
+    @property
+    def on_card(self) -> bool:
+        """Whether the whole loop stays on a card, by whose events `Inspection.times` are measured."""
+
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
@@ -71,15 +76,13 @@ class Inspector(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The method on a set of sessions. `features` is None for a pixel-only score.
+    """The method on a set of sessions, those of the settings' roles.
 
     `at_once` images go through the graphs together. The last digits of a result depend on how many, as an engine sums
     in another order then, and on a CPU many are hardly faster than one by one.
     """
 
-    steps: StepSessions
-    features: Session | None
-    score: Session
+    graphs: Graphs[Session]
     schedule: NoiseSchedule
     settings: Settings
     noise: Noise
@@ -126,34 +129,30 @@ class Pipeline:
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
         """See `Inspector.predicted_noise`."""
-        session = self.steps.at(self.settings.sampler.first_pass.guidance_scale)
+        session = self.graphs.step(self.settings.sampler.first_pass.guidance_scale)
         feeds = alone(noised) | step_scalars(step) | {"guidance_scale": np.zeros((), dtype=np.float32)}
         return session.run({name: feeds[name] for name in session.inputs}, ["eps"])["eps"]
 
     @property
+    def on_card(self) -> bool:
+        """As `Inspector.on_card`: it does not."""
+        return False
+
+    @property
     def engines(self) -> dict[str, str]:
         """As `Inspector.engines`."""
-        return {role: session.provider for role, session in self.sessions().items()}
+        return {role: session.provider for role, session in self.graphs.roles.items()}
 
     def close(self) -> None:
         """Close all sessions."""
-        for session in self.sessions().values():
+        for session in self.graphs.roles.values():
             session.close()
-
-    def sessions(self) -> dict[str, Session]:
-        """Those that are open, by role."""
-        roles = {
-            "guided_step": self.steps.guided,
-            "plain_step": self.steps.plain,
-            "features": self.features,
-            "score": self.score,
-        }
-        return {role: session for role, session in roles.items() if session is not None}
 
     def _features(self, observations: Array, clock: "_Clock") -> Arrays:
         """Features of y, computed once an image and not once a sample or pass."""
         with clock("score"):
-            return {} if self.features is None else self.features.run({"image": observations})
+            features = self.graphs.features
+            return {} if features is None else features.run({"image": observations})
 
     def _first(
         self, observations: Array, features: Arrays, mask_range: tuple[float, float] | None, clock: "_Clock"
@@ -192,7 +191,7 @@ class Pipeline:
 
     def _sample(self, pass_index: int, observations: Array, mask: Array, previous: Array | None = None) -> Array:
         *_, last = posterior_sampling(
-            self.steps, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous,
+            self.graphs, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous,
             reuse=True,
         )  # fmt: skip
         return last.x
@@ -209,7 +208,8 @@ class Pipeline:
         feeds = {"posterior_samples": by_image, "observation": observations, **features}
         scalars = mask_scalars(self.settings.mask, mask_range)
         feeds |= {name: np.asarray(value, dtype=np.float32) for name, value in scalars.items()}
-        return self.score.run({name: feeds[name] for name in self.score.inputs if name in feeds}, outputs)
+        score = self.graphs.need(SCORE)
+        return score.run({name: feeds[name] for name in score.inputs if name in feeds}, outputs)
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def check_range(settings: Settings, mask_range: tuple[float, float] | None) -> N
 
 
 def mask_scalars(settings: MaskSettings, mask_range: tuple[float, float] | None) -> dict[str, float]:
-    """What the score graph is told of the mask, by the names of its inputs."""
+    """Return the mask inputs of the score graph, by name."""
     low, high = mask_range or (0.0, 0.0)
     frozen = float(mask_range is not None and settings.range != "per-image")
     return {"mask_lambda": settings.mask_lambda, "mask_low": low, "mask_high": high, "mask_frozen": frozen}

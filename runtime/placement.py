@@ -1,86 +1,64 @@
 """On which card a bundle is loaded, and whether it fits there: asked before anything is opened."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card, cards, choose
-from mdps.runtime.choice import BackendWarning
-from mdps.runtime.errors import require
-from mdps.runtime.manifest import Manifest
-from mdps.runtime.memory import CardSituation, check_room, estimate, gigabytes, remember
-from mdps.runtime.ort import ON_CARDS
-from mdps.runtime.plans import plans_of
-from mdps.runtime.session import PLAN_BACKENDS
-from mdps.runtime.settings import Settings
+from mdps.runtime.engines import ENGINES, Engine
+from mdps.runtime.errors import BackendWarning, require
+from mdps.runtime.memory import check_room, estimate, gigabytes, measurement_key, remember
 from mdps.runtime.versions import installed
-
-_LIBRARIES = ("onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13-libs", "torch")
 
 
 @dataclass(frozen=True)
-class BundleCard:
-    """The card of one bundle: CUDA's number of it, the card where the machine lists it, what its need is kept under."""
+class Placement:
+    """The card of one bundle, and what the memory it takes is remembered under; None where that cannot be measured."""
 
-    ordinal: int = 0
-    card: Card | None = None
-    situation: CardSituation | None = None
+    card: Card
+    key: str | None = None
 
     def loaded(self) -> None:
-        """After loading and warming up: what the card has less than before is what this bundle takes."""
-        if self.card is None or self.card.free is None or self.situation is None:
+        """Remember what this bundle takes, after loading and warming up: what the card has less than before."""
+        if self.key is None or self.card.free is None:
             return
         for now in cards():
             if now.uuid == self.card.uuid and now.free is not None:
-                remember(self.situation, self.card.free - now.free)
+                remember(self.key, self.card.free - now.free)
 
 
-def on_card(backend: str, provider: str) -> bool:
-    """Whether this backend computes on an NVIDIA card."""
-    return backend in PLAN_BACKENDS or provider in ON_CARDS
-
-
-def place(
-    path: Path,
-    manifest: Manifest,
-    settings: Settings,
-    *,
-    backend: str,
-    provider: str,
-    device: str | int | None,
-    max_batch: int,
-) -> BundleCard:
-    """The card `device` (see `cards.choose`) with room for this bundle; nothing is asked where none computes.
+def place(bundle: Bundle, options: LoadOptions, engine: Engine) -> Placement | None:
+    """Choose the card (see `cards.choose`) with room for this bundle; None where none computes.
 
     Raises UsageError for a card that is not there, or where none computes, BackendError without room; warns with a
     BackendWarning where one image fits and `max_batch` samples do not.
     """
-    if not on_card(backend, provider):
+    if not engine.on_card:
+        others = ", ".join(one.name for one in ENGINES if one.on_card)
         require(
-            device is None,
-            f"the card {device!r} was given, but {backend} on {provider} computes on none: choose the provider cuda or "
-            "tensorrt of onnxruntime, or the backend tensorrt or tensorrt-rtx",
+            options.device is None,
+            f"the card {options.device!r} was given, but the engine {engine.name} computes on none: choose one of "
+            f"{others}",
         )
-        return BundleCard()
-    chosen = choose(device)
-    if chosen.card is None:
-        return BundleCard(chosen.ordinal)
-    files = _plans(manifest, backend, str(path))
-    samples = min(settings.sampler.samples, max_batch)
-    one, whole = (estimate(manifest, settings.roles, count, files) for count in (samples, max_batch))
-    release = " ".join(f"{name} {version}" for name, version in installed(*_LIBRARIES).items())
-    situation = CardSituation.of(manifest, chosen.card, f"{backend} {provider} {release}", samples)
-    check_room(chosen.card, one, situation, str(path), cards())
-    if chosen.card.free is not None and whole.total > chosen.card.free:
+        return None
+    card = choose(options.device)
+    return Placement(card, _checked(bundle, options, engine, card) if card.uuid else None)
+
+
+def _checked(bundle: Bundle, options: LoadOptions, engine: Engine, card: Card) -> str:
+    """See that there is room, and say what a measurement goes by."""
+    manifest, roles = bundle.manifest, bundle.settings.roles
+    files = {role: plan.file for role, plan in manifest.plans_of(engine.name).items()}
+    samples = min(bundle.settings.sampler.samples, options.max_batch)
+    one, whole = (estimate(manifest, roles, count, files) for count in (samples, options.max_batch))
+    releases = " ".join(f"{name} {version}" for name, version in installed(*engine.wheels).items())
+    key = measurement_key(manifest, card, f"{engine.name} {releases}", samples)
+    check_room(card, one, key, str(bundle.path), cards())
+    if card.free is not None and whole.total > card.free:
         warnings.warn(
-            f"{max_batch} samples at once may need {gigabytes(whole.total)} GB (estimated), card {chosen.card.index} "
-            f"({chosen.card.name}) has {gigabytes(chosen.card.free)} free: fewer images at once always fit",
+            f"{options.max_batch} samples at once may need {gigabytes(whole.total)} GB (estimated), card {card.index} "
+            f"({card.name}) has {gigabytes(card.free)} free: fewer images at once always fit",
             BackendWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-    return BundleCard(chosen.ordinal, chosen.card, situation)
-
-
-def _plans(manifest: Manifest, backend: str, where: str) -> Mapping[str, str]:
-    return {entry.role: entry.file for entry in plans_of(manifest, where) if entry.backend == backend}
+    return key

@@ -6,15 +6,15 @@ Trained networks err a sixth as much or less, misread ones three quarters as muc
 "Is it the right denoiser?").
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.pipeline import Inspection
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule, Step
-
-if TYPE_CHECKING:
-    from mdps.runtime.detector import Detector
+from mdps.runtime.settings import Settings
 
 Array = NDArray[np.float32]
 IMAGES = 8
@@ -23,14 +23,40 @@ LIMIT = 0.5  # of the filter's error
 NEGLIGIBLE = 0.01  # mean squared error that is right whatever the images: of nearly smooth ones the filter's is smaller
 
 
-def noise_doubt(detector: "Detector", images: Array) -> str:
+class Judge(Protocol):
+    """The members of a `Detector` that a calibration asks for."""
+
+    preprocessing: Preprocessing
+    engine: str
+
+    @property
+    def settings(self) -> Settings:
+        """Those it judges with."""
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """The one its denoiser was trained on."""
+
+    def inspect(
+        self, observations: Array, *, mask_range: tuple[float, float] | None = None, early_exit: bool = True
+    ) -> Inspection:
+        """Return the arrays behind results."""
+
+    def first_maps(self, observations: Array) -> Array:
+        """Return the maps of the first pass alone."""
+
+    def predicted_noise(self, noised: Array, step: Step) -> Array:
+        """Return what the first pass's denoiser takes for the noise."""
+
+
+def noise_doubt(detector: Judge, images: Array) -> str:
     """Return a sentence where the denoiser fails on good images [B, 3, H, W] in [-1, 1]; empty where it does not.
 
     Empty too for networks of simplex noise, for which nothing was measured.
     """
     if detector.settings.sampler.noise != "gaussian":
         return ""
-    step = _step(detector.manifest.schedule)
+    step = _step(detector.schedule)
     error, linear = noise_error(detector, images, step), linear_error(images, step.alpha_t)
     if error <= max(NEGLIGIBLE, LIMIT * linear):
         return ""
@@ -41,7 +67,7 @@ def noise_doubt(detector: "Detector", images: Array) -> str:
     )
 
 
-def noise_error(detector: "Detector", images: Array, step: Step) -> float:
+def noise_error(detector: Judge, images: Array, step: Step) -> float:
     """Return the mean squared error of the predicted noise; predicting none gives 1."""
     rng, errors = np.random.default_rng(0), []
     for image in images:

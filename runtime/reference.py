@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from mdps import __version__
 from mdps.runtime.atomic import write_text
-from mdps.runtime.choice import BackendWarning, cpu_model
-from mdps.runtime.doctor import engine_versions
-from mdps.runtime.errors import BackendError, BundleError
+from mdps.runtime.choice import cpu_model, engine_versions
+from mdps.runtime.errors import BackendError, BackendWarning, BundleError
+from mdps.runtime.graphs import FEATURES, SCORE, STEPS
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, KNOWN, NoiseBank
 from mdps.runtime.pipeline import mask_scalars
@@ -40,7 +40,7 @@ TOLERANCES = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 0.2}
 """By what a graph computes in: a little more than the gate allows two engines on one machine. What is wrong is off by
 some tenths at least."""
 SAMPLED = 64
-_OUTPUTS = {"score": ("anomaly_map", "anomaly_score")}  # a mask's pixels may fall to either side of its threshold
+_OUTPUTS = {SCORE: ("anomaly_map", "anomaly_score")}  # a mask's pixels may fall to either side of its threshold
 Sessions = Mapping[str, Session]
 
 
@@ -146,7 +146,7 @@ class _Runs:
 
     def _whole(self, role: str) -> Arrays:
         feeds = {"image": self._picture, "observation": self._picture}
-        if role == "score":
+        if role == SCORE:
             other = np.clip(0.8 * self._picture + 0.2 * self._noise(0), -1, 1).astype(np.float32)
             feeds["posterior_samples"] = np.repeat(other[:, None], self.samples, axis=1)
             scalars = mask_scalars(self.mask, (0.0, 1.0))
@@ -155,7 +155,7 @@ class _Runs:
 
     @cached_property
     def _features(self) -> Arrays:
-        return self.of("features") if "features" in self.sessions else {}
+        return self.of(FEATURES) if FEATURES in self.sessions else {}
 
     @cached_property
     def _picture(self) -> NDArray[np.float32]:
@@ -178,7 +178,7 @@ class _Runs:
 def check(
     path: Path,
     manifest: Manifest,
-    sessions: Mapping[str, Session | None],
+    sessions: Sessions,
     *,
     samples: int,
     engine: str,
@@ -190,26 +190,25 @@ def check(
     precision. What agrees is remembered. BackendError for the first graph that is off. A bundle from before there were
     references is loaded, with a BackendWarning on an engine that its export did not have.
     """
-    opened = {role: session for role, session in sessions.items() if session is not None}
     reference = Reference.read(path, manifest)
     if reference is None:
         _warn_of_none(path, manifest, engine)
         return
     known = _Known.of(manifest)
-    roles = [role for role, session in opened.items() if role in reference.outputs and not known.has(role, session)]
+    roles = [role for role, session in sessions.items() if role in reference.outputs and not known.has(role, session)]
     if not roles:
         return
     size = manifest.preprocessing.network_size
-    found = reference.errors(opened, size, manifest.settings.mask, roles, samples)
+    found = reference.errors(sessions, size, manifest.settings.mask, roles, samples)
     for role, (output, error) in found.items():
         allowed = tolerance(manifest, role, arithmetic)
         if not error <= allowed:  # NaN is off too
             raise BackendError(
-                f"{identity(opened[role])} computes the {role} of {path} otherwise than its export did, so it is not "
+                f"{identity(sessions[role])} computes the {role} of {path} otherwise than its export did, so it is not "
                 f"used: {output} is off by {error:.2g} of its size, and {allowed:g} is allowed; choose another engine "
                 f"than {engine}, or export the bundle again on this machine"
             )
-    known.remember([(role, opened[role]) for role in roles])
+    known.remember([(role, sessions[role]) for role in roles])
 
 
 def compared(
@@ -228,8 +227,7 @@ def compared(
 
 def tolerance(manifest: Manifest, role: str, arithmetic: str) -> float:
     """What a graph may be off: features and scores are in float32 whatever the steps are in."""
-    steps = arithmetic or str(manifest.network.get("precision", "fp32"))
-    return TOLERANCES[steps if role.endswith("_step") else "fp32"]
+    return TOLERANCES[arithmetic or manifest.precision if role in STEPS else "fp32"]
 
 
 def identity(session: Session) -> str:

@@ -7,28 +7,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.errors import UsageError
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN, Noise
 from mdps.runtime.schedule import NoiseSchedule, Step, plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import PassSettings, SamplerSettings
 
 Image = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class StepSessions:
-    """The two step graphs; one that no pass needs may be None."""
-
-    guided: Session | None
-    plain: Session | None
-
-    def at(self, guidance_scale: float) -> Session:
-        """The plain graph at scale 0, half the cost of the guided one; BackendError where it was not loaded."""
-        session = self.guided if guidance_scale else self.plain
-        if session is None:
-            raise BackendError(f"no {'guided' if guidance_scale else 'plain'} step graph was loaded for this pass")
-        return session
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class State:
 
 
 def posterior_sampling(
-    sessions: StepSessions,
+    sessions: Graphs[Session],
     schedule: NoiseSchedule,
     settings: SamplerSettings,
     observation: Image,
@@ -67,7 +53,7 @@ def posterior_sampling(
     steps share, and is valid until the next state is asked for; the last one stays, for the buffers are this pass's.
     """
     this_pass, samples = settings.passes[pass_index], settings.samples
-    session = sessions.at(this_pass.guidance_scale)
+    session = sessions.step(this_pass.guidance_scale)
     alpha_T, steps = plan_steps(schedule, settings.time_index, this_pass, settings.eta_ddim)  # noqa: N806
     y, m = np.repeat(observation, samples, axis=0), np.repeat(mask, samples, axis=0)
     inpaint = settings.mask_rule == "inpaint" and not mask.all()

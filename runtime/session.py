@@ -1,25 +1,14 @@
-"""The seam to an engine: named arrays in, named arrays out; a new engine is one more class with these members."""
+"""Sessions: named arrays in, named arrays out. An engine opens a class with these members."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, require
+from mdps.runtime.errors import BackendError
 
-if TYPE_CHECKING:
-    from mdps.runtime.ort import OnCard
-
-BACKENDS = ("onnxruntime", "openvino", "mnn", "openvino-bf16")
-OWN_FILES = ("mnn",)
-"""Those that read no ONNX file: they run the step graphs of which a bundle has their files, ONNX Runtime the others."""
-ARITHMETIC = {"openvino-bf16": "bf16"}
-"""Those that compute a bundle's steps in less than float32: faster, with scores that move; never chosen by "auto"."""
-PLAN_BACKENDS = ("tensorrt", "tensorrt-rtx")
-"""Those that run a bundle's plans on a card, the loop and all, and have no sessions."""
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -69,48 +58,6 @@ class Port:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]
-
-
-def open_session(
-    path: Path | str,
-    provider: str = "cpu",
-    threads: int | None = None,
-    backend: str = "onnxruntime",
-    card: "OnCard | None" = None,
-) -> Session:
-    """The graph in a file on one of BACKENDS, BackendError where it cannot be had; see `check_backend`.
-
-    The file is an `.onnx`, or of one of OWN_FILES.
-    """
-    check_backend(backend, provider)
-    require(backend not in PLAN_BACKENDS, f"the backend {backend} opens plans of a bundle, not a graph")
-    if engine_of(backend) == "openvino":
-        from mdps.runtime.openvino import OpenVinoSession
-
-        return OpenVinoSession(path, threads, ARITHMETIC.get(backend, "f32"))
-    if backend == "mnn":
-        from mdps.runtime.mnn import MnnSession
-
-        return MnnSession(path, threads)
-    from mdps.runtime.ort import OrtSession
-
-    return OrtSession(path, provider, threads, card)
-
-
-def engine_of(backend: str) -> str:
-    """The backend of the same engine that computes in the bundle's own precision, whose files are read."""
-    return backend.removesuffix(f"-{ARITHMETIC[backend]}") if backend in ARITHMETIC else backend
-
-
-def check_backend(backend: str, provider: str) -> None:
-    """Raise UsageError for a backend that does not exist, or one that would not run on `provider` (ONNX Runtime's)."""
-    known = (*BACKENDS, *PLAN_BACKENDS)
-    require(backend in known, f"there is no backend {backend!r}: choose one of {', '.join(known)}")
-    where = "by itself on a card" if backend in PLAN_BACKENDS else "on the cpu"
-    require(
-        backend == "onnxruntime" or provider == "cpu",
-        f"the backend {backend} runs {where}, {provider!r} is a provider of onnxruntime: choose one of the two",
-    )
 
 
 def check_feeds(ports: Sequence[Port], feeds: Mapping[str, NDArray[Any]], name: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mdps.runtime.errors import require
+from mdps.runtime.graphs import FEATURES, SCORE, STEPS, step_role
 from mdps.runtime.records import Record
 
 EXIT_SHARES = tuple(k / 20 for k in range(1, 20))
@@ -152,9 +153,9 @@ class Settings(Record):
     @property
     def roles(self) -> tuple[str, ...]:
         """The graphs of a bundle that the passes and the score run."""
-        scales = [one.guidance_scale for one in self.sampler.passes]
-        wanted = {"guided_step": any(scales), "plain_step": not all(scales), "features": bool(self.score.stages)}
-        return (*(role for role, needed in wanted.items() if needed), "score")
+        steps = {step_role(one.guidance_scale) for one in self.sampler.passes}
+        features = (FEATURES,) if self.score.stages else ()
+        return (*(role for role in STEPS if role in steps), *features, SCORE)
 
 
 def gaussian_kernel(sigma: float) -> int:

@@ -4,10 +4,12 @@ import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from mdps.runtime import Calibration, Detector, calibrate, load
+from mdps.runtime import Calibration, Detector, LoadOptions, calibrate, load
+from mdps.runtime.bundle import LoadFields
 from mdps.runtime.errors import ImageError
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.odd_pictures import odd_pictures
@@ -92,16 +94,12 @@ def calibrate_folder(
     bundle: Path,
     good: Path,
     false_alarm_rate: float,
-    product: str = "default",
-    *,
-    samples: int | None = None,
-    threads: int | None = None,
-    backend: str = "onnxruntime",
-    provider: str = "cpu",
-    device: str | None = None,
+    options: LoadOptions | None = None,
+    **fields: Unpack[LoadFields],
 ) -> Calibration:
-    """Calibrates `product` on all images of the folder `good` and stores the result in the bundle's manifest.
+    """Calibrate the product that is asked for on all images of a folder, and store the result in the manifest.
 
+    `options` and `fields` are those of `load`; a bundle's early exit and calibration play no part.
     That all files can be read and the manifest written is seen to before any of the computing.
 
     Raises:
@@ -110,26 +108,17 @@ def calibrate_folder(
             be a silent one.
         MdpsError: the manifest cannot be written.
     """
+    asked = replace(options or LoadOptions(), **fields)
+    asked = replace(asked, early_exit=0.0, calibrated=False, warm_up=False)
     images = find_images([good])
     preprocessing = Manifest.read(bundle, verify=False).preprocessing
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no other file can be made beside it, it cannot be replaced
     _read_all(images, preprocessing)
-    with load(
-        bundle,
-        product=product,
-        samples=samples,
-        threads=threads,
-        backend=backend,
-        provider=provider,
-        device=device,
-        early_exit=0.0,
-        calibrated=False,
-        warm_up=False,
-    ) as detector:
+    with load(bundle, asked) as detector:
         warn_of_odd(images, detector.preprocessing)
         calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
-    manifest = Manifest.read(bundle, verify=False).with_calibration(product, calibration)
+    manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
     with writing(bundle / FILE_NAME):
         manifest.write(bundle)
     return calibration

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnxruntime
 
-from mdps.runtime.device.seam import Card
+from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
 from mdps.runtime.session import Port
 
@@ -45,7 +45,7 @@ class FakeDriver:
     """`eager`: streams after the first one run ahead as far as events let them, as an upload does on a card."""
 
     def __init__(self, card=None, captures=True, eager=False, memory=2**40):
-        self.card = card or Card(0, "Fake 4090", "8.6")
+        self.card = card or Card(ordinal=0, name="Fake 4090", compute_capability="8.6")
         self.captures, self.eager, self.left = captures, eager, memory
         self.blocks, self.starts, self.pinned_sizes = {}, [], []
         self.streams, self.graphs, self.launches, self.asked = [], [], [], []

@@ -1,4 +1,4 @@
-"""Our own runtime on one of its backends, as `mdps predict` runs it."""
+"""Our own runtime on one of its engines, as `mdps predict` runs it."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ class Ours:
     def __init__(self, spec: Spec) -> None:
         self.timer: Timer = WallTimer()
         self.detector = load(
-            spec.bundle, backend=spec.variant, provider=spec.device, threads=spec.threads, samples=spec.samples,
-            max_batch=spec.max_batch, calibrated=False, warm_up=False,
+            spec.bundle, engine=spec.variant, threads=spec.threads, samples=spec.samples, max_batch=spec.max_batch,
+            calibrated=False, warm_up=False,
         )  # fmt: skip
         size = self.detector.preprocessing.network_size
         self._observations = np.stack([observation(size, index) for index in range(spec.batch)])

@@ -9,11 +9,10 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export.single_file import export_single_file
 from mdps.models.checkpoints import NETWORK_OPTIONS, Denoiser, LoadOptions, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
+from mdps.runtime.engines import ENGINES
 from mdps.runtime.errors import UsageError
-from mdps.runtime.loading import runs_on
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.runtime.session import OWN_FILES
 from mdps.runtime.settings import Settings
 
 
@@ -38,7 +37,8 @@ class Remaker:
             features |= {key: getattr(old.score, key) for key in ("backbone", "stages", "feature_size")}
         options = ExportOptions(
             method=name, samples=old.sampler.samples, seed=old.sampler.seed, crop=seen.crop, crop_size=seen.crop_size,
-            roi=seen.roi, precision=self._precision, backend=self._backend, load=known_of(self.manifest), **features,
+            roi=seen.roi, precision=self.manifest.precision, engine=self._engine, load=known_of(self.manifest),
+            **features,
         )  # fmt: skip
         return self._export(self._checkpoint(), name, options)
 
@@ -48,7 +48,8 @@ class Remaker:
         denoiser = load_denoiser(self._checkpoint(), known_of(self.manifest))
         save_resized(denoiser, side, path)
         options = _Alike(
-            backbone_weights=self.backbone_weights, precision=self._precision, backend=self._backend, like=self.manifest
+            backbone_weights=self.backbone_weights, precision=self.manifest.precision, engine=self._engine,
+            like=self.manifest,
         )  # fmt: skip
         return self._export(path, str(side), options)
 
@@ -57,13 +58,10 @@ class Remaker:
         return export_single_file(bundle, self.folder / "detector.onnx", say=self.say)
 
     @property
-    def _precision(self) -> Any:
-        return self.manifest.network.get("precision", "fp32")
-
-    @property
-    def _backend(self) -> Any:
-        """With the files of such a backend where the bundle has them."""
-        return next((name for name in OWN_FILES if runs_on(self.manifest, name)), None)
+    def _engine(self) -> str | None:
+        """With the files of such an engine where the bundle has them."""
+        own = (engine for engine in ENGINES if engine.reads == "own")
+        return next((engine.name for engine in own if self.manifest.serves(engine)), None)
 
     def _checkpoint(self) -> Path:
         if self.ckpt is None:

@@ -43,7 +43,7 @@ class Row:
 
     `image_size` (H, W) is what its network sees.
 
-    `ratio_to_ours` compares the time an image takes with that of the default backend (above 1 is slower);
+    `ratio_to_ours` compares the time an image takes with that of the default engine (above 1 is slower);
     `ratio_to_single` that of a batch, of several samples or of another image size with one image and one sample of the
     same competitor.
     `loaded_mb` is the peak of memory before the first image. `cold_ms` is loading and the first image; `step_ms` one
@@ -164,5 +164,5 @@ def matrix_rate(one: Measurement) -> float | None:
 
 
 def baseline(measurements: Sequence[Measurement]) -> Measurement | None:
-    """The first of our backends that ran: what a user gets who chooses nothing."""
+    """The first of our engines that ran: what a user gets who chooses nothing."""
     return next((one for one in measurements if one.spec.kind == "ours" and one.ms), None)

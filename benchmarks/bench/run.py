@@ -14,10 +14,10 @@ from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, baseline, matrix_ra
 from mdps.benchmarks.bench.spec import SkippedError, Spec
 from mdps.benchmarks.bench.variations import Variations
 from mdps.runtime.cards import cards, find
+from mdps.runtime.engines import DEFAULT, ENGINES, Engine
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.option import Option
-from mdps.runtime.session import BACKENDS, PLAN_BACKENDS
 from mdps.runtime.threads import available_cpus
 
 WAYS = {
@@ -31,14 +31,17 @@ PEER_NAMES = {"patchcore": "PatchCore", "draem": "DRAEM", "padim": "PaDiM", "eff
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Who takes part and how long. `batches` and `samples` are swept on our backends, 1 apart, which all measure.
+    """Who takes part and how long. `batches` and `samples` are swept on our engines, 1 apart, which all measure.
 
     `methods` are other detectors on our runtime, `sizes` sides of images that ours is exported for as well: both are
     made from the checkpoint. `one_file`: the bundle as detector.onnx in plain ONNX Runtime as well.
     """
 
     ckpt: Annotated[Path | None, Option("The bundle's checkpoint, for torch [default: beside the bundle].")] = None
-    backends: Annotated[tuple[str, ...], Option("Of ours, or none.", example="onnxruntime,mnn")] = BACKENDS
+    engines: Annotated[
+        tuple[str, ...] | None,
+        Option("Of ours, or none [default: those of --device that need no plans].", example="onnxruntime,mnn"),
+    ] = None
     ways: Annotated[
         tuple[str, ...],
         Option("Ways of running the checkpoint in torch, or none.", flag="--torch", example="authors,eager"),
@@ -86,16 +89,30 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for kind, given, known in (
-            ("backend", self.backends, BACKENDS), ("torch way", self.ways, WAYS),
+            ("engine", self.engines or (), [engine.name for engine in _timed()]), ("torch way", self.ways, WAYS),
             ("method", self.methods, METHOD_NAMES), ("peer", self.peers, PEER_NAMES),
         ):  # fmt: skip
             for name in given:
-                plans = " (`mdps gpu-check` measures engine plans)" if name in PLAN_BACKENDS else ""
+                plans = " (`mdps gpu-check` measures engine plans)" if name in _of_plans() else ""
                 require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}{plans}")
         require(self.rounds >= 1 and self.warm_up >= 0, "rounds should be at least 1 and warm-up at least 0")
         require(min((1, *self.batches, *self.samples, *self.sizes)) >= 1, "batches, N_s and sizes should be 1 or more")
         for folder in (self.good, self.backbone_weights):
             require(folder is None or folder.exists(), f"there is no {folder}: check the path")
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The engines asked for, or all of where it runs that need no plans."""
+        on_card = self.device != "cpu"
+        return tuple(one.name for one in _timed() if one.on_card == on_card) if self.engines is None else self.engines
+
+
+def _timed() -> list[Engine]:
+    return [engine for engine in ENGINES if engine.reads in ("onnx", "own")]
+
+
+def _of_plans() -> list[str]:
+    return [engine.name for engine in ENGINES if engine.reads == "plans"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +158,9 @@ def _run(
 def _methods(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
     """The methods that could be exported, and the others with the reason."""
     ready, absent = [], []
-    backend = next(iter(options.backends), BACKENDS[0])
+    engine = next(iter(options.ours), DEFAULT)
     for name in options.methods:
-        spec = replace(common, name=f"{METHOD_NAMES[name]}, our runtime", kind="method", variant=backend)
+        spec = replace(common, name=f"{METHOD_NAMES[name]}, our runtime", kind="method", variant=engine)
         try:
             ready.append(replace(spec, bundle=str(variations.bundle(name))))
         except SkippedError as reason:
@@ -208,7 +225,7 @@ def _specs(bundle: Path, options: BenchOptions, ckpt: Path | None) -> list[Spec]
         bank_images=options.bank_images,
         matrix_side=options.matrix_side,
     )
-    ours = [replace(common, name=f"mdps, {name}", kind="ours", variant=name) for name in options.backends]
+    ours = [replace(common, name=f"mdps, {name}", kind="ours", variant=name) for name in options.ours]
     ways = [replace(common, name=WAYS[way], kind="torch", variant=way) for way in options.ways]
     peers = [replace(common, name=PEER_NAMES[peer], kind="peer", variant=peer) for peer in options.peers]
     return [common, *ours, *ways, *peers]
@@ -219,7 +236,7 @@ def _measure(specs: Sequence[Spec], options: BenchOptions, say: Say) -> list[Mea
 
 
 def _sweep(ran: Sequence[Measurement], yardstick: Yardstick, options: BenchOptions, say: Say) -> list[Row]:
-    """Each point in rounds of its own with the same backend's single image: at most two processes hold memory."""
+    """Each point in rounds of its own with the same engine's single image: at most two processes hold memory."""
     rows = []
     for one in ran:
         points = [

@@ -13,7 +13,7 @@ AXES: dict[str, Callable[[Row], int]] = {
 
 
 def plot(rows: Sequence[Row]) -> bytes:
-    """A PNG with a panel for each of the three that was varied: ms an image of each of our backends."""
+    """A PNG with a panel for each of the three that was varied: ms an image of each of our engines."""
     from matplotlib.figure import Figure
 
     found = {label: lines for label, value in AXES.items() if (lines := curves(rows, value))}

@@ -12,7 +12,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """One competitor. `variant` is a backend, a way of running torch, a peer's name, or the one file's path.
+    """One competitor. `variant` is an engine, a way of running torch, a peer's name, or the one file's path.
 
     The rest is the same for all. Another method on our runtime has a `bundle` of its own, and so has ours at another
     image size.

@@ -1,4 +1,4 @@
-"""A backend of ours beside the oracle's arrays, stage by stage, and then timed as in `mdps bench`."""
+"""An engine of ours beside the oracle's arrays, stage by stage, and then timed as in `mdps bench`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from mdps.benchmarks.bench.ours import Ours
 from mdps.benchmarks.bench.spec import Spec
 from mdps.benchmarks.gpu_check.reference import Reference, compare_stages, compare_whole
 from mdps.benchmarks.gpu_check.stages import open_stages
-from mdps.runtime.device.pipeline import DevicePipeline
 from mdps.runtime.manifest import Manifest
 
 
@@ -22,13 +21,13 @@ class Checked(Ours):
         folder, reference = Path(spec.bundle), Reference.read(Path(spec.reference))
         manifest = Manifest.read(folder)
         reference.check_same(manifest)  # before an engine is loaded for nothing
-        precision, samples = str(manifest.network.get("precision", "fp32")), spec.samples or 1
-        with open_stages(folder, manifest, spec.variant, spec.device, spec.threads) as stages:
+        precision, samples = manifest.precision, spec.samples or 1
+        with open_stages(folder, manifest, spec.variant, spec.threads) as stages:
             found = compare_stages(reference, stages, manifest.settings, precision, samples)
         super().__init__(spec)
         found += compare_whole(reference, self.detector, precision, samples)
         self.facts["findings"] = [one.to_json() for one in found]
-        self._by_events = isinstance(self.detector._open_pipeline(), DevicePipeline)
+        self._by_events = self.detector.on_card
 
     def run(self) -> Outcome:
         """As `Ours.run`; where the whole loop stays on the card, events on it time passes and scoring too."""

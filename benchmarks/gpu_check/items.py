@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from mdps.benchmarks.bench.spec import Spec
 from mdps.benchmarks.gpu_check.workfolder import Prepared
+from mdps.runtime.engines import DEFAULT, ENGINES, Engine
 
 SECONDS = {"demo": 12.0, "authors": 25.0}
 """Of loading a network's bundle, comparing it and timing it; a first guess."""
@@ -18,44 +19,47 @@ PREPARING = {
     "authors:fp32:tensorrt": 120.0, "authors:fp16:tensorrt": 120.0,
 }  # fmt: skip
 PRESENT = 1.0
+BUILDING = 4.0
+"""How many times longer an engine takes to load that builds engines for that."""
 MANY = 16
 PEERS = {"patchcore": "PatchCore", "draem": "DRAEM"}
 
 
 @dataclass(frozen=True)
-class Backend:
-    """A way of ours to run a bundle: `load`'s backend and provider, the kind of bundle it takes, plans or none.
+class Way:
+    """A way of ours to run a bundle: an engine, and whether the bundle is one whose guided step runs in torch."""
 
-    `builds`: how many times longer it takes than others to load, because it builds engines.
-    """
-
-    name: str
-    backend: str
-    provider: str
-    plans: bool = False
+    engine: Engine
     traced: bool = False
-    builds: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.traced:
+            return f"guided step traced, torch on {'CUDA' if self.engine.on_card else 'the CPU'}"
+        return f"{self.engine.title}{' plans' if self.plans else '' if self.engine.on_card else ', CPU'}"
+
+    @property
+    def plans(self) -> bool:
+        """Whether it runs engine plans."""
+        return self.engine.reads == "plans"
 
 
-ON_CARD = (
-    Backend("TensorRT-RTX plans", "tensorrt-rtx", "cpu", plans=True),  # a plan knows where it runs
-    Backend("TensorRT plans", "tensorrt", "cpu", plans=True),
-    Backend("ONNX Runtime, CUDA", "onnxruntime", "cuda"),
-    Backend("guided step traced, torch on CUDA", "onnxruntime", "cuda", traced=True),
-    Backend("ONNX Runtime, TensorRT", "onnxruntime", "tensorrt", builds=4.0),
-)
-ON_PROCESSOR = (
-    Backend("ONNX Runtime, CPU", "onnxruntime", "cpu"),
-    Backend("OpenVINO, CPU", "openvino", "cpu"),
-    Backend("guided step traced, torch on the CPU", "onnxruntime", "cpu", traced=True),
-)
+def _ways(on_card: bool) -> tuple[Way, ...]:
+    """Those of every bundle that can be made here, as the table orders them; a traced one runs beside ONNX Runtime."""
+    found = [engine for engine in ENGINES if engine.on_card == on_card and engine.reads in ("onnx", "plans")]
+    ways = [Way(engine) for engine in found if not engine.arithmetic]
+    return (*ways, Way(next(engine for engine in found if engine.provider), traced=True))
+
+
+ON_CARD, ON_PROCESSOR = _ways(True), _ways(False)
 
 
 @dataclass(frozen=True)
 class Item:
     """One piece of work: something `prepare` makes, or a `spec` to be measured once what it `needs` is there.
 
-    `family` is the backend it is of: where that cannot be loaded at all, later ones are not tried.
+    `family` is the way it is of: where that cannot be loaded at all, later ones are not tried.
     """
 
     name: str
@@ -84,7 +88,7 @@ class Choice:
 
 
 def on_card(prepared: Prepared, choice: Choice) -> list[Item]:
-    """All of it: rates; the small network on every backend; the authors' in half precision; then the rest."""
+    """All of it: rates; the small network on every engine; the authors' in half precision; then the rest."""
     every = _Items(prepared, choice, "cuda")
     found = [*every.rates()]
     for network, precision, samples in _cells(choice):
@@ -97,8 +101,8 @@ def on_processor(prepared: Prepared, choice: Choice) -> list[Item]:
     every = _Items(prepared, choice, "cpu")
     found = [*every.rates()]
     for network, precision, samples in _cells(choice):
-        backends = [one for one in ON_PROCESSOR if precision == "fp32" or one.backend == "onnxruntime"]
-        found += every.cell(network, precision, samples, backends)
+        ways = [one for one in ON_PROCESSOR if precision == "fp32" or one.engine.name == DEFAULT]
+        found += every.cell(network, precision, samples, ways)
     return [*found, *every.peers()]
 
 
@@ -131,23 +135,23 @@ class _Items:
             spec = replace(self._spec(f"matrix product, {precision}, {self._place}"), kind="rate", variant=precision)
             yield self._item(spec, 10.0, precision=precision)
 
-    def cell(self, network: str, precision: str, samples: int, backends: Sequence[Backend]) -> Iterator[Item]:
-        """Every backend with a network, and torch beside them, with what has to be prepared before."""
-        for one in backends:
+    def cell(self, network: str, precision: str, samples: int, ways: Sequence[Way]) -> Iterator[Item]:
+        """Every way with a network, and torch beside them, with what has to be prepared before."""
+        for one in ways:
             if one.traced and precision != "fp32":
                 continue  # a traced bundle has no other
             kind = "traced" if one.traced else precision
             kind += f"x{samples}" if one.plans and samples > 1 else ""
             things = [*self._oracle(network), f"{network}:{kind}"]
-            things += [f"{network}:{kind}:{one.backend}"] if one.plans else []
+            things += [f"{network}:{kind}:{one.engine.name}"] if one.plans else []
             yield from self._made(things)
             spec = replace(
                 self._spec(f"{one.name}, {_label(network, precision, samples)}"),
-                kind="checked", variant=one.backend, device=one.provider, samples=samples,
+                kind="checked", variant=one.engine.name, samples=samples,
                 bundle=str(self.prepared.bundle(network, kind)), reference=str(self.prepared.reference(network)),
                 max_batch=max(8, samples),
             )  # fmt: skip
-            seconds = SECONDS[network] * (2 if samples > 1 else 1) * one.builds
+            seconds = SECONDS[network] * (2 if samples > 1 else 1) * (BUILDING if one.engine.builds else 1)
             yield self._item(spec, seconds, network, precision, samples, tuple(things), one.name)
         yield from self._torch(network, precision, samples)
 

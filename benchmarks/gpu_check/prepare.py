@@ -31,9 +31,9 @@ from mdps.export.plans import add_plans
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.engines import named
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.plans import KEY, plans_of
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
 from mdps.runtime.threads import available_cpus
@@ -57,7 +57,7 @@ class Maker:
 
     def make(self, thing: str) -> None:
         """One thing, and what it rests on where that is missing; nothing where it is there."""
-        network, kind, *backend = parsed(thing)
+        network, kind, *engine = parsed(thing)
         if self.prepared.has(thing):
             return
         self.prepared.folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,9 @@ class Maker:
         elif kind == "oracle":
             self.make(f"{network}:fp32")
             self._oracle(network)
-        elif backend:
+        elif engine:
             self.make(f"{network}:{kind}")
-            self._plans(self.prepared.bundle(network, kind), backend[0])
+            self._plans(self.prepared.bundle(network, kind), engine[0])
         elif (many := KIND.fullmatch(kind)) and many["samples"]:
             self.make(f"{network}:{many['of']}")
             self._with_samples(self.prepared.bundle(network, many["of"]), int(many["samples"]))
@@ -79,14 +79,13 @@ class Maker:
         """The same bundle for another N_s beside it, its files linked and not copied; without plans."""
         manifest = Manifest.read(bundle)
         out = bundle.with_name(f"{bundle.name}x{samples}")
-        plans = {entry.file for entry in plans_of(manifest)}
+        plans = {plan.file for plan in manifest.plans}
         with new_folder(out, replace=True) as folder:
             for name in manifest.files.keys() - plans:
                 _link(bundle / name, folder / name)
             settings = replace(manifest.settings, sampler=replace(manifest.settings.sampler, samples=samples))
-            parity = {name: value for name, value in manifest.parity.items() if name != KEY}
             files = {name: entry for name, entry in manifest.files.items() if name not in plans}
-            replace(manifest, name=out.name, settings=settings, parity=parity, files=files).write(folder)
+            replace(manifest, name=out.name, settings=settings, plans=(), files=files).write(folder)
 
     def _checkpoint(self, network: str) -> Path:
         path = self.prepared.checkpoint(network)
@@ -113,10 +112,9 @@ class Maker:
                 path.rename(folder / path.name)
             inner.rmdir()
 
-    def _plans(self, bundle: Path, backend: str) -> None:
+    def _plans(self, bundle: Path, engine: str) -> None:
         manifest = Manifest.read(bundle)
-        precision = str(manifest.network["precision"])
-        builder = Builder.of(backend, self.capabilities, precision)
+        builder = Builder.of(named(engine), self.capabilities, manifest.precision)
         add_plans(bundle, manifest, builder, self.max_batch, _say).write(bundle)
 
     def _oracle(self, network: str) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mdps.benchmarks.gpu_check.stages import Stages
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import UsageError
+from mdps.runtime.graphs import SCORE, STEPS
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import mask_scalars
 from mdps.runtime.settings import Settings
@@ -182,8 +183,8 @@ def _many(array: Array, count: int) -> Array:
 
 
 def _steps(judge: _Judge, stages: Stages, samples: int) -> None:
-    for role, session in (("guided_step", stages.guided), ("plain_step", stages.plain)):
-        if session is None:
+    for role, session in stages.roles.items():
+        if role not in STEPS:
             continue
         found = session.run(judge.reference.step_feeds(session.inputs, samples))
         for name in ("x_s", "eps", "guidance_gradient"):
@@ -201,7 +202,8 @@ def _scoring(judge: _Judge, stages: Stages, settings: Settings, samples: int) ->
     scalars = mask_scalars(settings.mask, (0.0, 1.0))
     feeds = {"posterior_samples": _many(reference["score.sample"], samples)[None], "observation": y, **features}
     feeds |= {name: np.asarray(value, np.float32) for name, value in scalars.items()}
-    found = stages.score.run({name: feeds[name] for name in stages.score.inputs})
+    score = stages.need(SCORE)
+    found = score.run({name: feeds[name] for name in score.inputs})
     for name in ("anomaly_map", "anomaly_score"):
         judge.compare(f"score.{name}", found[name], reference[f"score.{name}"])
     judge.disagree("score.mask", found["mask"], reference["score.mask"])

@@ -1,31 +1,20 @@
-"""The graphs of a bundle one by one on a backend, also where a detector keeps what lies between them on the card."""
+"""The graphs of a bundle one by one on an engine, also where a detector keeps what lies between them on the card."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
-from mdps.runtime.loading import open_pipeline
+from mdps.runtime.engines import Engine, named
+from mdps.runtime.graphs import Graphs
+from mdps.runtime.loading import open_graphs
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.ort import ON_CARDS
-from mdps.runtime.ort_card import role_card
-from mdps.runtime.plans import plans_of
-from mdps.runtime.session import PLAN_BACKENDS, Arrays, Session, open_session
-
-
-@dataclass(frozen=True)
-class Stages:
-    """A session a graph; None for one that the bundle has not."""
-
-    guided: "Runs | None"
-    plain: "Runs | None"
-    features: "Runs | None"
-    score: "Runs"
+from mdps.runtime.session import Arrays, Session
 
 
 class PlanRuns:
@@ -57,46 +46,40 @@ class PlanRuns:
 
 
 Runs = Session | PlanRuns
+Stages = Graphs[Runs]
 
 
 @contextmanager
-def open_stages(folder: Path, manifest: Manifest, backend: str, provider: str, threads: int) -> Iterator[Stages]:
-    """All graphs of the bundle; raises as `load`."""
+def open_stages(folder: Path, manifest: Manifest, engine: str, threads: int) -> Iterator[Stages]:
+    """Open all graphs of the bundle, those too that no pass needs; raises as `load`."""
+    row = named(engine)
     with ExitStack() as opened:
-        if backend in PLAN_BACKENDS:
-            yield _plans(folder, manifest, backend, opened)
+        if row.reads == "plans":
+            yield _plans(folder, manifest, row, opened)
             return
-        pipeline = open_pipeline(
-            folder, manifest, manifest.settings, opened, backend=backend, provider=provider, threads=threads
-        )
-        plain: Session | None = pipeline.steps.plain
-        graph = manifest.graphs.get("plain_step")
-        if plain is None and graph is not None:  # no pass needs it, but it is there
-            card = role_card(manifest, "plain_step", 0) if provider in ON_CARDS else None
-            plain = open_session(folder / graph.variants.get(backend, graph.file), provider, threads, backend, card)
-            opened.callback(plain.close)
-        yield Stages(pipeline.steps.guided, plain, pipeline.features, pipeline.score)
+        bundle = Bundle(folder, manifest, manifest.settings)
+        sessions = open_graphs(bundle, opened, engine=engine, threads=threads)
+        yield Graphs[Runs].of(dict(sessions.roles))
 
 
-def _plans(folder: Path, manifest: Manifest, backend: str, opened: ExitStack) -> Stages:
+def _plans(folder: Path, manifest: Manifest, engine: Engine, opened: ExitStack) -> Stages:
     """The plans that there are; whether they fit card and release is asked as by `load`."""
     from mdps.runtime.device import cuda
-    from mdps.runtime.trt import Loader, check_plan, load_library
+    from mdps.runtime.engines.tensorrt import Loader, check_plan, load_library
 
-    library, driver = load_library(backend), cuda.open_driver()
+    library, driver = load_library(engine), cuda.open_driver()
     opened.callback(driver.close)
-    entries = [entry for entry in plans_of(manifest, str(folder)) if entry.backend == backend]
-    for entry in entries:
+    entries = manifest.plans_of(engine.name)
+    for entry in entries.values():
         check_plan(entry, str(library.__version__), driver.card, folder, manifest)
     with driver.current():
-        stream, loader = driver.stream(), Loader(backend, library, driver)
-        engines = {entry.role: loader.open(folder / entry.file) for entry in entries}
+        stream, loader = driver.stream(), Loader(engine, library, driver)
+        engines = {role: loader.open(folder / entry.file) for role, entry in entries.items()}
 
     def close() -> None:
         with driver.current():
-            for engine in engines.values():
-                engine.close()
+            for one in engines.values():
+                one.close()
 
     opened.callback(close)
-    runs = {role: PlanRuns(driver, stream, engine) for role, engine in engines.items()}
-    return Stages(runs.get("guided_step"), runs.get("plain_step"), runs.get("features"), runs["score"])
+    return Graphs[Runs].of({role: PlanRuns(driver, stream, one) for role, one in engines.items()})

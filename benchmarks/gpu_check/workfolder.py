@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mdps.runtime.engines import ENGINES
 from mdps.runtime.errors import require
 
 NETWORKS = ("demo", "authors")
@@ -11,20 +12,20 @@ NETWORKS = ("demo", "authors")
 KIND = re.compile(r"traced|fp32|fp16|(?P<of>fp32|fp16)x(?P<samples>\d+)")
 """A bundle's precision, or with a torch program in fp32. fp16x16 is for 16 samples an image: a plan has its range."""
 PHOTOGRAPHS = "demo:photographs"
-PLAN_BACKENDS = ("tensorrt-rtx", "tensorrt")
+PLANNED = [engine.name for engine in ENGINES if engine.reads == "plans"]
 THINGS = (
     f"{PHOTOGRAPHS} (to calibrate and judge); of {' and '.join(NETWORKS)}, such as demo: demo:fp32, demo:fp16, "
     "demo:traced (bundles), demo:fp16x16 (for 16 samples an image), demo:oracle (the oracle's arrays), "
-    f"demo:fp16:{PLAN_BACKENDS[0]} and demo:fp16:{PLAN_BACKENDS[1]} (plans)"
+    f"{' and '.join(f'demo:fp16:{name}' for name in PLANNED)} (plans)"
 )
 """All that can be prepared, in words."""
 
 
 def parsed(thing: str) -> list[str]:
-    """Network, kind and, for plans, backend; UsageError for what is none of THINGS."""
+    """Network, kind and, for plans, engine; UsageError for what is none of THINGS."""
     network, _, made = thing.partition(":")
-    kind, plans, backend = made.partition(":")
-    is_bundle = KIND.fullmatch(kind) is not None and (not plans or backend in PLAN_BACKENDS)
+    kind, plans, engine = made.partition(":")
+    is_bundle = KIND.fullmatch(kind) is not None and (not plans or engine in PLANNED)
     known = (network in NETWORKS and (is_bundle or made == "oracle")) or thing == PHOTOGRAPHS
     require(known, f"there is no {thing!r} to prepare: choose among {THINGS}")
     return thing.split(":")
@@ -57,16 +58,15 @@ class Prepared:
         """Whether `thing` (see `prepare`) is there."""
         if thing == PHOTOGRAPHS:
             return self.photographs.is_dir()
-        network, kind, *backend = thing.split(":")
+        network, kind, *engine = thing.split(":")
         if kind == "oracle":
             return self.reference(network).is_file()
         bundle = self.bundle(network, kind)
         if not (bundle / "manifest.json").is_file():
             return False
-        return not backend or self._has_plans(bundle, backend[0])
+        return not engine or self._has_plans(bundle, engine[0])
 
-    def _has_plans(self, bundle: Path, backend: str) -> bool:
+    def _has_plans(self, bundle: Path, engine: str) -> bool:
         from mdps.runtime.manifest import Manifest
-        from mdps.runtime.plans import plans_of
 
-        return any(entry.backend == backend for entry in plans_of(Manifest.read(bundle, verify=False)))
+        return bool(Manifest.read(bundle, verify=False).plans_of(engine))

@@ -19,6 +19,7 @@ from mdps.benchmarks.reproduce.rows import Row, averages, published_rows
 from mdps.benchmarks.reproduce.runner import Runner
 from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, SCALES, TABLES, Variant, variants
 from mdps.runtime.atomic import write_bytes, write_text
+from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import UsageError, require
 
 FIGURES = {
@@ -44,7 +45,7 @@ class ReproduceOptions:
     scales: tuple[float, ...] = SCALES
     every: int = 1
     largest: int | None = 256
-    backend: str = "onnxruntime"
+    engine: str = DEFAULT
     threads: int | None = None
     batch: int = 1
     peer_minutes: float | None = None
@@ -130,7 +131,7 @@ def _runner(out: Path, options: ReproduceOptions, say: Callable[[str], None]) ->
         bundles=Bundles(out / "bundles", options.choices, say),
         every=options.every,
         largest=options.largest,
-        backend=options.backend,
+        engine=options.engine,
         threads=options.threads,
         batch=options.batch,
         say=say,

@@ -30,7 +30,7 @@ class Runner:
     bundles: Bundles
     every: int
     largest: int | None
-    backend: str
+    engine: str
     threads: int | None
     batch: int
     say: Callable[[str], None]
@@ -47,7 +47,7 @@ class Runner:
         bundle = self.bundles.get(checkpoint, category.name, variant.export)
         changes = settled(variant)
         settings = changes(Manifest.read(bundle).settings)
-        how = ["bundle", bundle.name, settings.to_json(), self.backend, self.threads, self.batch]
+        how = ["bundle", bundle.name, settings.to_json(), self.engine, self.threads, self.batch]
         folder = self._folder(category, [*how, MAPS] if self.keep_maps else how)
         if not folder.is_dir():
             self.say(f"{category.name}: {variant.label}")
@@ -72,7 +72,7 @@ class Runner:
     def _judge(self, bundle: Path, changes: Callable[[Settings], Settings], category: Category, folder: Path) -> None:
         judge_of = Mapped if self.keep_maps else TwoPasses
         with (
-            judge_of(bundle, changes=changes, backend=self.backend, threads=self.threads, batch=self.batch) as judge,
+            judge_of(bundle, changes=changes, engine=self.engine, threads=self.threads, batch=self.batch) as judge,
             new_folder(folder) as new,
         ):
             found = evaluate(judge, category, out=new / REPORT, largest=self.largest, every=self.every)

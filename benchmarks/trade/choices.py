@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mdps.benchmarks.reproduce.variants import Changes, Variant
+from mdps.runtime.engines import ENGINES
 
 EXACT, FREE, DDAD = "exact", "jacobian-free", "ddad"
 GRADIENTS = (EXACT, FREE, DDAD)
@@ -13,8 +14,8 @@ PRECISIONS = {
     "fp16-weights": "weights stored in fp16",
     "bf16-steps": "steps in bfloat16",
 }
-BACKEND_OF = {"bf16-steps": "openvino-bf16"}
-"""The precisions that are a backend's, not the bundle's."""
+ENGINE_OF = {f"{row.arithmetic}-steps": row.name for row in ENGINES if row.arithmetic}
+"""The precisions that are an engine's, not the bundle's."""
 OTHER_SEED = 1
 
 
@@ -50,15 +51,15 @@ class Choice:
         return ", ".join(part for part in parts if part)
 
     @property
-    def backend(self) -> str | None:
-        """What computes it, None for the study's own backend."""
-        return BACKEND_OF.get(self.precision)
+    def engine(self) -> str | None:
+        """What computes it, None for the study's own engine."""
+        return ENGINE_OF.get(self.precision)
 
     @property
     def variant(self) -> Variant:
         """What the runner runs; with one pass, the first of a run of two."""
         export: dict[str, Any] = {"gradient": self.gradient}
-        export |= {"reduced": self.precision} if self.precision and self.backend is None else {}
+        export |= {"reduced": self.precision} if self.precision and self.engine is None else {}
         export |= {"calibrated": self.steps} if self.early_exit else {}
         if self.scale is not None:
             # The export tries its graphs out: at the scale of another gradient they would rightly be refused.

@@ -10,6 +10,7 @@ import numpy as np
 
 from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.calibration import calibrate, exit_limit
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import UsageError
@@ -49,7 +50,7 @@ def write_calibrated(
     manifest = Manifest.read(bundle)
     settings = change(manifest.settings)
     with ExitStack() as opened:
-        pipeline = open_pipeline(bundle, manifest, settings, opened, threads=threads)
+        pipeline = open_pipeline(Bundle(bundle, manifest, settings), opened, threads=threads)
         calibration = calibrate(Detector(manifest, pipeline), good)
     with new_folder(out) as folder:
         for name in manifest.files:

@@ -31,10 +31,10 @@ from mdps.benchmarks.trade.exits import write_calibrated
 from mdps.export.graph import INLINE_BYTES
 from mdps.runtime import reference
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
 from mdps.runtime.preprocessing import read_image
-from mdps.runtime.session import open_session
 
 Feeds = dict[str, NDArray[Any]]
 

@@ -41,7 +41,7 @@ def markdown(found: Trade) -> str:
     heading = [
         f"# What a millisecond buys: {found.category}, {found.rows[0].images} images",
         *([f"`{command}`"] if command else []),
-        f"{machine['cpu']}, {machine['threads'] or machine['cpus']} threads, {machine['backend']}, "
+        f"{machine['cpu']}, {machine['threads'] or machine['cpus']} threads, {machine['engine']}, "
         f"load {machine['load_average']}; checkpoint {machine['checkpoint_sha256'][:12]}",
         EXPLAINED.format(rounds=found.settings["rounds"]),
     ]

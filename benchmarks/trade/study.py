@@ -17,8 +17,10 @@ from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.precision import PreciseBundles
 from mdps.benchmarks.trade.rows import Measured, Pair, Row, pairs, row_of
 from mdps.benchmarks.trade.timing import Clock, Times, Way, middle, steps_within
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, UsageError, require
-from mdps.runtime.loading import choose_backend, open_pipeline
+from mdps.runtime.loading import choose_engine, open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import EXIT_SHARES, Settings
 
@@ -46,7 +48,7 @@ class TradeOptions:
     rounds: int = 11
     every: int = 1
     largest: int | None = 256
-    backend: str = "onnxruntime"
+    engine: str = DEFAULT
     threads: int | None = None
     choices: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
@@ -115,10 +117,8 @@ class _Study:
         self._bundles = PreciseBundles(out / "bundles", options.choices, say, good, options.threads)
         self._manifest = Manifest.read(self._bundle(Choice(EXACT, max(options.steps))))
         _check(self._manifest.settings)
-        self._backend = choose_backend(
-            self._bundle(Choice(EXACT, max(options.steps))), self._manifest, self._manifest.settings,
-            backend=options.backend, threads=options.threads,
-        )  # fmt: skip
+        reference = Bundle(self._bundle(Choice(EXACT, max(options.steps))), self._manifest, self._manifest.settings)
+        self._engine = choose_engine(reference, LoadOptions(engine=options.engine, threads=options.threads)).name
         self._notes: list[str] = []
 
     def found(self) -> Trade:
@@ -134,7 +134,7 @@ class _Study:
             rows=tuple(row_of(one, measured[0]) for one in measured),
             pairs=tuple(pairs(measured)),
             notes=tuple(dict.fromkeys(self._notes)),
-            machine=machine_facts(self._manifest) | {"backend": self._backend, "threads": options.threads},
+            machine=machine_facts(self._manifest) | {"engine": self._engine, "threads": options.threads},
             settings={key: value for key, value in plain(asdict(options)).items() if value is not None},
         )
 
@@ -160,8 +160,8 @@ class _Study:
             choice = Choice(EXACT, max(self._options.steps), precision=name)
             try:
                 bundle = self._bundle(choice)
-                if choice.backend:
-                    _check_opens(bundle, choice.backend)
+                if choice.engine:
+                    _check_opens(bundle, choice.engine)
             except (UsageError, BackendError) as error:
                 self._notes.append(f"{PRECISIONS[name]}: left out, {error}")
             else:
@@ -197,26 +197,26 @@ class _Study:
     def _way(self, choice: Choice) -> Way:
         bundle = self._bundle(choice)
         settings = settled(choice.variant)(Manifest.read(bundle, verify=False).settings)
-        return Way(choice.name, bundle, settings if choice.mask_pass else _one_pass(settings), choice.backend)
+        return Way(choice.name, bundle, settings if choice.mask_pass else _one_pass(settings), choice.engine)
 
     def _clock(self, rounds: int) -> Clock:
         samples = self._category.test
         pictures = [sample.path for sample in _spread(samples, rounds)]
-        return Clock(pictures, rounds, self._backend, self._options.threads)
+        return Clock(pictures, rounds, self._engine, self._options.threads)
 
     def _runner(self, choice: Choice) -> Runner:
         options = self._options
         return Runner(
             work=self._out, bundles=self._bundles, every=options.every, largest=options.largest,
-            backend=choice.backend or self._backend, threads=options.threads, batch=1, say=self._say, keep_maps=True,
+            engine=choice.engine or self._engine, threads=options.threads, batch=1, say=self._say, keep_maps=True,
         )  # fmt: skip
 
 
-def _check_opens(bundle: Path, backend: str) -> None:
-    """Raise BackendError or UsageError where this machine's `backend` does not open the bundle."""
+def _check_opens(bundle: Path, engine: str) -> None:
+    """Raise BackendError or UsageError where this machine's `engine` does not open the bundle."""
     manifest = Manifest.read(bundle, verify=False)
     with ExitStack() as opened:
-        open_pipeline(bundle, manifest, manifest.settings, opened, backend=backend)
+        open_pipeline(Bundle(bundle, manifest, manifest.settings), opened, engine=engine)
 
 
 def _check(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mdps.benchmarks.bench.rounds import orders
 from mdps.benchmarks.reproduce.bundles import digest
 from mdps.runtime.atomic import write_text
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.detector import Detector
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
@@ -26,28 +27,28 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Way:
-    """A bundle and the settings it judges with, which its graphs can compute; `backend` where it is not the clock's."""
+    """A bundle and the settings it judges with, which its graphs can compute; `engine` where it is not the clock's."""
 
     name: str
     bundle: Path
     settings: Settings
-    backend: str | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How to measure: `pictures` are the images of the rounds in turns; `backend` and `threads` as in `load`."""
+    """How to measure: `pictures` are the images of the rounds in turns; `engine` and `threads` as in `load`."""
 
     pictures: Sequence[Path]
     rounds: int
-    backend: str
+    engine: str
     threads: int | None
 
     def kept(self, ways: Sequence[Way], path: Path) -> Times:
         """As `measure`; what was measured before of exactly these ways is read from `path` instead."""
-        asked = [[way.name, way.bundle.name, way.settings.to_json(), way.backend] for way in ways]
+        asked = [[way.name, way.bundle.name, way.settings.to_json(), way.engine] for way in ways]
         pictures = [picture.name for picture in self.pictures]
-        key = digest([asked, pictures, self.rounds, self.backend, self.threads])
+        key = digest([asked, pictures, self.rounds, self.engine, self.threads])
         if path.is_file():
             before = json.loads(path.read_text(encoding="utf-8"))
             if before["key"] == key:
@@ -77,20 +78,20 @@ class Clock:
     def _open(self, ways: Sequence[Way], opened: ExitStack) -> dict[str, Detector]:
         manifests = {way.bundle: Manifest.read(way.bundle) for way in ways}
         pipelines = {
-            (bundle, backend): open_pipeline(
-                bundle, manifests[bundle], manifests[bundle].settings, opened, backend=backend, threads=self.threads
+            (path, engine): open_pipeline(
+                Bundle(path, manifests[path], manifests[path].settings), opened, engine=engine, threads=self.threads
             )
-            for bundle, backend in dict.fromkeys((way.bundle, self._backend(way)) for way in ways)
+            for path, engine in dict.fromkeys((way.bundle, self._engine(way)) for way in ways)
         }
         return {
             way.name: Detector(
-                manifests[way.bundle], replace(pipelines[way.bundle, self._backend(way)], settings=way.settings)
+                manifests[way.bundle], replace(pipelines[way.bundle, self._engine(way)], settings=way.settings)
             )
             for way in ways
         }
 
-    def _backend(self, way: Way) -> str:
-        return way.backend or self.backend
+    def _engine(self, way: Way) -> str:
+        return way.engine or self.engine
 
 
 def _ms(detector: Detector, image: NDArray[np.float32]) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.device.seam import Card, Driver, Event, Graph, Stream
+from mdps.runtime.cards import Card
+from mdps.runtime.device.seam import Driver, Event, Graph, Stream
 from mdps.runtime.errors import BackendError, first_line, require
 
 LIBRARIES = ("cuda-bindings", "pycuda")
@@ -70,7 +71,8 @@ class CudaDriver:
                 "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
             )
         ]
-        return Card(device, bytes(name).split(b"\0")[0].decode(), ".".join(map(str, parts)))
+        shown = bytes(name).split(b"\0")[0].decode()
+        return Card(ordinal=device, name=shown, compute_capability=".".join(map(str, parts)))
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -195,7 +197,8 @@ class PyCudaDriver:
         _check_index(device, count)
         with self._refusing("opening the card"):
             card = self._drv.Device(device)
-            self.card = Card(device, card.name(), ".".join(map(str, card.compute_capability())))
+            capability = ".".join(map(str, card.compute_capability()))
+            self.card = Card(ordinal=device, name=card.name(), compute_capability=capability)
             # pycuda's `detach` leaves the context current in the thread that calls it, so it is kept for the process.
             if device not in _PYCUDA_CONTEXTS:
                 _PYCUDA_CONTEXTS[device] = card.retain_primary_context()

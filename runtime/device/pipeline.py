@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.choice import BackendWarning
-from mdps.runtime.device.program import Device, Engines, Program, Steps, upload_passes
-from mdps.runtime.device.seam import Driver, Event, Graph, Stream
-from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.device.program import Device, Program, Steps, upload_passes
+from mdps.runtime.device.seam import DeviceEngine, Driver, Event, Graph, Stream
+from mdps.runtime.errors import BackendError, BackendWarning, UsageError
+from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise
 from mdps.runtime.pipeline import Array, Inspection, check_finite, check_range, chunks, joined, mask_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 
-ELSEWHERE = "use the backend onnxruntime, on the cpu or with --provider cuda"
+ELSEWHERE = "use the engine onnxruntime, or onnxruntime-cuda"
 
 
 def check_settings(settings: Settings) -> None:
@@ -43,7 +43,7 @@ class DevicePipeline:
         self,
         driver: Driver,
         stream: Stream,
-        engines: Engines,
+        engines: Graphs[DeviceEngine],
         schedule: NoiseSchedule,
         settings: Settings,
         noise: Noise,
@@ -64,9 +64,14 @@ class DevicePipeline:
         self._steps = Steps(self._device, limits.size)
 
     @property
+    def on_card(self) -> bool:
+        """As `Inspector.on_card`: it does."""
+        return True
+
+    @property
     def engines(self) -> dict[str, str]:
         """As `Inspector.engines`."""
-        return {role: engine.provider for role, engine in self._engines_on_card.roles().items()}
+        return {role: engine.provider for role, engine in self._engines_on_card.roles.items()}
 
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
@@ -85,7 +90,7 @@ class DevicePipeline:
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
         """See `Inspector.predicted_noise`."""
-        engine = self._engines_on_card.step(self.settings.sampler.first_pass)
+        engine = self._engines_on_card.step(self.settings.sampler.first_pass.guidance_scale)
         with self._driver.current():
             parts = [self._steps.predicted_noise(engine, part, step) for part in chunks(noised, self._rows)]
         return np.concatenate(parts)
@@ -98,7 +103,7 @@ class DevicePipeline:
         with self._driver.current():
             with suppress(BackendError):  # a card that fell out still has to be let go
                 self._driver.synchronise(self._device.stream)
-            for engine in self._engines_on_card.roles().values():
+            for engine in self._engines_on_card.roles.values():
                 engine.close()
         self._programs.clear()
         self._driver.close()
@@ -141,7 +146,7 @@ class DevicePipeline:
         )  # fmt: skip
         loaded = _Loaded(self._device, self._uploads, program)
         loaded.warm_up()
-        if self._driver.captures and all(engine.captures for engine in self._engines_on_card.roles().values()):
+        if self._driver.captures and all(engine.captures for engine in self._engines_on_card.roles.values()):
             loaded.record()
         return loaded
 
@@ -155,12 +160,11 @@ class _Limits:
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, engines: Engines, samples: int, max_batch: int) -> "_Limits":
-        steps = [engine for engine in (engines.guided, engines.plain) if engine is not None]
-        if not steps:
+    def of(cls, engines: Graphs[DeviceEngine], samples: int, max_batch: int) -> "_Limits":
+        if not (steps := engines.steps):
             raise BackendError("no step graph was loaded: export the bundle again")
         at_once = max(1, max_batch // samples)
-        most = engines.score.largest.get("posterior_samples", (at_once, samples))
+        most = engines.need(SCORE).largest.get("posterior_samples", (at_once, samples))
         if samples > most[1]:
             raise BackendError(
                 f"the score plan takes at most {most[1]} samples an image, not {samples}: export again with "

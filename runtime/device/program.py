@@ -13,48 +13,17 @@ from numpy.typing import NDArray
 
 from mdps.runtime.device.seam import BoundEngine, Buffer, DeviceEngine, Driver, Stream
 from mdps.runtime.errors import BackendError
+from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import INITIAL, Noise
 from mdps.runtime.sampler import alone, noise_root, signal_root, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step, plan_steps
 from mdps.runtime.session import Port
-from mdps.runtime.settings import PassSettings, Settings
+from mdps.runtime.settings import Settings
 
 ALIGNMENT = 256
 MASK_SCALARS = ("mask_lambda", "mask_low", "mask_high", "mask_frozen")
 _STEP_SCALARS = ("timestep", "alpha_t", "alpha_s", "sigma_t", "guidance_scale")
 _SLOT = ALIGNMENT // 4  # floats from one scalar to the next
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The graphs of a bundle that its passes and score need, on one card; the others are None."""
-
-    guided: DeviceEngine | None
-    plain: DeviceEngine | None
-    features: DeviceEngine | None
-    score: DeviceEngine
-
-    @classmethod
-    def of(cls, roles: Mapping[str, DeviceEngine]) -> "Engines":
-        """From the names of the bundle's graphs."""
-        return cls(roles.get("guided_step"), roles.get("plain_step"), roles.get("features"), roles["score"])
-
-    def roles(self) -> dict[str, DeviceEngine]:
-        """Those that there are, by the names of the bundle's graphs."""
-        named = {
-            "guided_step": self.guided,
-            "plain_step": self.plain,
-            "features": self.features,
-            "score": self.score,
-        }
-        return {role: engine for role, engine in named.items() if engine is not None}
-
-    def step(self, one_pass: PassSettings) -> DeviceEngine:
-        """What runs this pass: the plain graph at guidance scale 0."""
-        engine = self.guided if one_pass.guidance_scale else self.plain
-        if engine is None:
-            raise BackendError(f"no {'guided' if one_pass.guidance_scale else 'plain'} step was loaded for this pass")
-        return engine
 
 
 @dataclass(frozen=True)
@@ -137,13 +106,13 @@ class Pass:
 
 
 def upload_passes(
-    device: Device, engines: Engines, schedule: NoiseSchedule, settings: Settings, noise: Noise, rows: int
+    device: Device, engines: Graphs[DeviceEngine], schedule: NoiseSchedule, settings: Settings, noise: Noise, rows: int
 ) -> tuple[Pass, ...]:
     """The passes of a bundle; no chunk has more than `rows` posterior samples."""
     sampler, zeros, passes = settings.sampler, None, []
     for index, one_pass in enumerate(sampler.passes):
         alpha, steps = plan_steps(schedule, sampler.time_index, one_pass, sampler.eta_ddim)
-        engine = engines.step(one_pass)
+        engine = engines.step(one_pass.guidance_scale)
         first = noise.draw(index, INITIAL, sampler.samples)
         table = [device.filled(_scalar_table(step, one_pass.guidance_scale)) for step in steps]
         if zeros is None:
@@ -246,8 +215,8 @@ class Program:
     """
 
     def __init__(
-        self, device: Device, engines: Engines, passes: Sequence[Pass], steps: Steps, images: int, samples: int,
-        rows: int, ones: Buffer,
+        self, device: Device, engines: Graphs[DeviceEngine], passes: Sequence[Pass], steps: Steps, images: int,
+        samples: int, rows: int, ones: Buffer,
     ) -> None:  # fmt: skip
         self._device, self.passes, self._steps = device, passes, steps
         self._samples, self._rows, self._ones = samples, rows, ones
@@ -267,7 +236,7 @@ class Program:
         self.given, self.found = self.work.at(self.work_address), self.results.at(self.results_address)
         features = self._bind_features(engines.features)
         self._score_outputs: dict[str, Buffer] = {}
-        score = self._bind_score(engines.score, features)
+        score = self._bind_score(engines.need(SCORE), features)
         self.stages = self._plan(score)
 
     def _plan(self, score: BoundEngine) -> tuple[Stage, ...]:

@@ -12,24 +12,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from mdps.runtime.cards import Card
 from mdps.runtime.session import Port
 
 Event = Any
 """A point of a stream, which another stream or the host waits for; whatever a `Driver` makes of it."""
 Graph = Any
 """Recorded work that is launched with one call; whatever a `Driver` makes of it."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """One card: CUDA's number of it, which is not always nvidia-smi's; its name; its compute capability, as "8.6"."""
-
-    ordinal: int
-    name: str
-    compute_capability: str
-
-    def __str__(self) -> str:
-        return f"card {self.ordinal} ({self.name}, compute capability {self.compute_capability})"
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class Driver(Protocol):
         """
 
     def free_memory(self) -> int:
-        """Bytes of the card that nobody has taken."""
+        """Return the free device memory in bytes."""
 
     def allocate(self, nbytes: int) -> int:
         """The address of so much memory of the card, a multiple of 256; what is in it is not known."""

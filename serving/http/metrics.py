@@ -39,7 +39,7 @@ class Metrics:
         self.provider = Gauge(
             "mdps_provider_info",
             "What computes each graph.",
-            ("model", "backend", "graph", "provider"),
+            ("model", "engine", "graph", "provider"),
             registry=registry,
         )
         self.dropped_logs = Counter("mdps_dropped_log_lines", "Log lines nobody took in time.", registry=registry)

@@ -233,7 +233,7 @@ class Model:
         threshold = self._threshold()
         self._metrics.threshold.labels(self.name).set(math.nan if threshold is None else threshold)
         for graph, provider in self.engines.items():
-            self._metrics.provider.labels(self.name, self.detector.backend, graph, provider).set(1)
+            self._metrics.provider.labels(self.name, self.detector.engine, graph, provider).set(1)
 
     @property
     def engines(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.errors import require
 from mdps.runtime.option import Option
 
@@ -53,20 +54,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """How each bundle is loaded; see `mdps.runtime.load`."""
-
-    product: str = "default"
-    backend: str = "onnxruntime"
-    provider: str = "cpu"
-    device: str | None = None
-    threads: int | None = None
-    samples: int | None = None
-    early_exit: float | None = None
-    calibrated: bool = True
-
-
-@dataclass(frozen=True)
 class ServerOptions:
     """All of `mdps serve`. `token` None answers everybody; `open_health` answers health checks without it."""
 
@@ -88,7 +75,7 @@ class ServerOptions:
         ),
     ] = 0.002
     watch_seconds: float | None = 1.0
-    loading: Loading = field(default_factory=Loading)
+    loading: LoadOptions = field(default_factory=LoadOptions)
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class Protocol:
         """Model metadata."""
         model = self._service.model(**request.path_params)
         detector = model.detector
-        body: dict[str, Any] = {"name": model.name, "versions": [model.version], "platform": f"mdps_{detector.backend}"}
+        body: dict[str, Any] = {"name": model.name, "versions": [model.version], "platform": f"mdps_{detector.engine}"}
         return JSONResponse(body | tensors.metadata(detector.calibration is not None))
 
     async def model_ready(self, request: Request) -> Response:

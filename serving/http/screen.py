@@ -102,7 +102,7 @@ class Screen:
             "threshold": None if calibration is None else calibration.threshold,
             "false_alarm_rate": None if calibration is None else calibration.false_alarm_rate,
             "product": detector.product,
-            "backend": detector.backend,
+            "engine": detector.engine,
             "engines": sorted(set(model.engines.values())),
             "since": model.since,
             "queue": model.queue_length,

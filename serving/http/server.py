@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -71,7 +71,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _loader(bundle: Served, options: ServerOptions) -> Callable[[], Detector]:
-    return lambda: load(bundle.path, max_batch=_samples_at_once(options), **asdict(options.loading))
+    return lambda: load(bundle.path, options.loading, max_batch=_samples_at_once(options))
 
 
 def _samples_at_once(options: ServerOptions) -> int:

@@ -53,7 +53,7 @@ def run(bundle: Path) -> tuple[list[dict[str, Any]], Path]:
     out = bundle.parent / "out"
     command = [
         sys.executable, "-m", "mdps.cli", "bench", str(bundle), "--json", "--out", str(out), "--threads", "1",
-        "--backends", "onnxruntime", "--torch", "authors,eager", "--peers", "draem", "--rounds", "3", "--warm-up", "0",
+        "--engines", "onnxruntime", "--torch", "authors,eager", "--peers", "draem", "--rounds", "3", "--warm-up", "0",
         "--batches", "2", "--samples", "none", "--sizes", "16", "--methods", "none",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -364,7 +364,7 @@ def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(
 
     monkeypatch.setattr("mdps.benchmarks.bench.run.measure", all_alike)
     monkeypatch.setattr(Variations, "_make", lambda self, what: other if what == "anoddpm" else SkippedError("no"))
-    options = BenchOptions(backends=("openvino",), ways=(), peers=(), batches=(), samples=(), sizes=(64,))
+    options = BenchOptions(engines=("openvino",), ways=(), peers=(), batches=(), samples=(), sizes=(64,))
     ours, ano, auto, size = run_bench(bundle, options).rows
     assert (ours.score_agrees, ano.score_agrees, ano.ratio_to_ours) == (True, None, 1.0)
     assert ano.name == "AnoDDPM, our runtime"
@@ -374,7 +374,7 @@ def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(
 
 def test_the_one_file_detector_is_a_row_in_the_same_rounds(line_bundle: Path, bundle: Path) -> None:
     alone = BenchOptions(
-        backends=("onnxruntime",), ways=(), methods=(), peers=(), batches=(), samples=(), rounds=1, warm_up=0,
+        engines=("onnxruntime",), ways=(), methods=(), peers=(), batches=(), samples=(), rounds=1, warm_up=0,
         threads=1, matrix_side=64, one_file=True,
     )  # fmt: skip
     before = sorted(path.name for path in line_bundle.iterdir())
@@ -426,7 +426,7 @@ def test_the_checkpoint_is_found_beside_the_bundle_and_another_is_refused(bundle
         {"methods": ("ddad",)},
         {"sizes": (0,)},
         {"ways": ("jax",)},
-        {"backends": ("tvm",)},
+        {"engines": ("tvm",)},
         {"batches": (0,)},
     ],
 )

@@ -33,8 +33,8 @@ from mdps.commands import terminal
 from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import UsageError, load
+from mdps.runtime.engines.interface import open_session
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.session import open_session
 from mdps.runtime.settings import PassSettings, paper_settings, reference_settings
 
 CHOICES: dict[str, Any] = {"image_size": 32, "backbone": "random_tiny", "noise_level": 10, "feature_size": 32}
@@ -64,8 +64,8 @@ def test_the_reference_comes_first_and_no_way_twice() -> None:
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
     assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
     half = names["exact_10_bf16-steps"]
-    assert (half.backend, half.variant.export) == ("openvino-bf16", {"gradient": "exact"})
-    assert {choice.backend for choice in found if choice is not half} == {None}
+    assert (half.engine, half.variant.export) == ("openvino-bf16", {"gradient": "exact"})
+    assert {choice.engine for choice in found if choice is not half} == {None}
     assert names["exact_10_seed_1"].variant.changes.seed == 1
     exit_ = names["exact_10_exit_0.5"]
     assert (exit_.label, exit_.variant.changes) == ("exact, N = 10, early exit 0.5", Changes(steps=10, early_exit=0.5))
@@ -249,7 +249,7 @@ def test_a_way_on_another_backend_is_opened_on_it(tiny_bundle: Path, category: C
 def test_arithmetic_that_the_processor_lacks_is_left_out_and_told(
     small_checkpoint: Path, category: Category, options: TradeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mdps.runtime.openvino.has_bfloat16", lambda core: False)
+    monkeypatch.setattr("mdps.runtime.engines.openvino.has_bfloat16", lambda core: False)
     asked = replace(options, precisions=("bf16-steps",))
     one = study._Study(small_checkpoint, category, tmp_path, asked, lambda _: None)
     assert one._possible() == []

@@ -23,7 +23,7 @@ from mdps import __version__
 from mdps.cli import cli
 from mdps.commands.export import export
 from mdps.commands.terminal import needs, run
-from mdps.runtime import BundleError, ImageError, MdpsError, Result
+from mdps.runtime import BundleError, ImageError, LoadOptions, MdpsError, Result
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
 
@@ -62,10 +62,10 @@ class FakeDetector:
 @pytest.fixture
 def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A fake bundle, and a folder with a good, a bad and a broken image."""
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[Path, LoadOptions]] = []
 
-    def load(path: Path, **options: Any) -> FakeDetector:
-        calls.append({"path": path, **options})
+    def load(path: Path, options: LoadOptions) -> FakeDetector:
+        calls.append((path, options))
         return FakeDetector()
 
     monkeypatch.setattr(mdps.runtime, "load", load)
@@ -193,11 +193,13 @@ def test_predict_asks_before_it_replaces_results(line: SimpleNamespace, capsys: 
 
 def test_predict_hands_its_options_on(line: SimpleNamespace) -> None:
     options = ["--samples", "5", "--threads", "2", "--product", "blue", "--scores-only", "--batch", "20"]
-    options += ["--backend", "auto", "--early-exit", "0.5", "--provider", "cuda", "--device", "1"]
-    expected = {"product": "blue", "threads": 2, "backend": "auto", "samples": 5, "calibrated": False}
-    expected |= {"early_exit": 0.5, "provider": "cuda", "device": "1"}
+    options += ["--engine", "onnxruntime-cuda", "--early-exit", "0.5", "--device", "1"]
+    expected = LoadOptions(
+        product="blue", threads=2, engine="onnxruntime-cuda", samples=5, calibrated=False, early_exit=0.5, device="1",
+        max_batch=20,
+    )  # fmt: skip
     run(cli, ["predict", line.bundle, line.images, "--out", str(line.out), *options])
-    assert line.calls == [{**expected, "path": Path(line.bundle), "max_batch": 20}]
+    assert line.calls == [(Path(line.bundle), expected)]
 
 
 # With a real bundle

@@ -30,9 +30,9 @@ from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import cards as cards_module
 from mdps.runtime.cards import Card
+from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.plans import plans_of
 from mdps.runtime.schedule import NoiseSchedule
 
 FORMS = {"grouped": Grouped(), "by-channel": ByChannel()}
@@ -56,7 +56,7 @@ def rtx() -> Builder:
         if os.environ.get("MDPS_CI"):  # a run that decides must not pass because its proof was missing
             pytest.fail(reason)
         pytest.skip(reason)
-    return Builder.of("tensorrt-rtx", ("8.6",))
+    return Builder.of(named("tensorrt-rtx"), ("8.6",))
 
 
 def smallest() -> UNet:
@@ -135,7 +135,7 @@ def note() -> Note:
 
 
 def build_for(capabilities: tuple[str, ...], path: Path, precision: str, batch: int = 16) -> Built:
-    built = Builder.of("tensorrt-rtx", capabilities, precision).build(
+    built = Builder.of(named("tensorrt-rtx"), capabilities, precision).build(
         path, profile_of(path, (1, 1, batch), None), precision
     )
     assert built.types[TYPES[precision]] > 20
@@ -240,12 +240,12 @@ def test_features_and_scores_of_every_method_build(
     tiny = {} if score == "anoddpm" else {"backbone": "random_tiny"}
     options = ExportOptions(**(tiny | SCORES[score]))
     bundle = export_bundle(tmp_path / "small.safetensors", tmp_path / "bundle", options)
-    manifest = add_plans(bundle, Manifest.read(bundle), Builder.of("tensorrt-rtx", capabilities))
+    manifest = add_plans(bundle, Manifest.read(bundle), Builder.of(named("tensorrt-rtx"), capabilities))
     alone = f", {capabilities[0]} alone" if len(capabilities) == 1 else ""
-    roles = [entry.role for entry in plans_of(manifest)]
+    roles = [entry.role for entry in manifest.plans]
     assert "score" in roles
     assert ("features" in roles) == (score != "anoddpm")
-    for entry in plans_of(manifest):
+    for entry in manifest.plans:
         if entry.role in ("features", "score"):
             note(entry.role, f"{score}, {options.backbone or 'pixels'}{alone}", "fp32", entry.types,
                  (bundle / entry.file).stat().st_size)  # fmt: skip
@@ -297,10 +297,10 @@ def test_a_build_that_fails_is_one_sentence(rtx: Builder, tmp_path: Path, capfd:
 
 def test_capabilities_that_cannot_be_built_for(rtx: Builder) -> None:
     with pytest.raises(UsageError, match=r"8\.6, 8\.9, 12\.0.*, not 9\.0: leave it out"):
-        Builder.of("tensorrt-rtx", ("8.6", "9.0"))
+        Builder.of(named("tensorrt-rtx"), ("8.6", "9.0"))
     with pytest.raises(UsageError, match=r"7\.5 has no bf16"):
-        Builder.of("tensorrt-rtx", ("7.5", "8.6"), "bf16")
-    assert Builder.of("tensorrt-rtx", ("12.0", "8.6", "8.6")).capabilities == ("8.6", "12.0")
+        Builder.of(named("tensorrt-rtx"), ("7.5", "8.6"), "bf16")
+    assert Builder.of(named("tensorrt-rtx"), ("12.0", "8.6", "8.6")).capabilities == ("8.6", "12.0")
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
@@ -310,7 +310,7 @@ def test_a_missing_library_is_named_with_its_remedy(backend: str, monkeypatch: p
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BackendError, match=rf"pip install 'mdps\[{backend}\]'"):
-        Builder.of(backend)
+        Builder.of(named(backend))
 
 
 def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, *capabilities: str) -> None:
@@ -328,26 +328,26 @@ def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, *capabilities: str) -> None:
 
 def test_tensorrt_builds_for_the_card_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensorrt(monkeypatch, "9.0")
-    assert Builder.of("tensorrt").capabilities == ("9.0",)
-    assert Builder.of("tensorrt", ("9.0",)).version == "10.9.0"
+    assert Builder.of(named("tensorrt")).capabilities == ("9.0",)
+    assert Builder.of(named("tensorrt"), ("9.0",)).version == "10.9.0"
     with pytest.raises(UsageError, match=r"capability 9\.0, not for 8\.6: leave out --compute-capability"):
-        Builder.of("tensorrt", ("8.6",))
+        Builder.of(named("tensorrt"), ("8.6",))
     fake_tensorrt(monkeypatch)
     with pytest.raises(BackendError, match="CUDA shows none"):
-        Builder.of("tensorrt")
+        Builder.of(named("tensorrt"))
 
 
 def test_tensorrt_builds_for_the_card_cuda_lists_first_not_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensorrt(monkeypatch, "8.9", "7.5")
     smi = tuple(Card(i, f"GPU-{i}", "a card", one, None, None, "580.1") for i, one in enumerate(("7.5", "8.9")))
     monkeypatch.setattr(cards_module, "cards", lambda: smi)
-    assert Builder.of("tensorrt", ("8.9",)).capabilities == ("8.9",)
+    assert Builder.of(named("tensorrt"), ("8.9",)).capabilities == ("8.9",)
     with pytest.raises(UsageError, match=r"8\.9, not for 7\.5, which another .*CUDA_VISIBLE_DEVICES=UUID"):
-        Builder.of("tensorrt", ("7.5",))
+        Builder.of(named("tensorrt"), ("7.5",))
     with pytest.raises(UsageError, match=r"of compute capability 8\.9, 7\.5: .* --compute-capability 8\.9"):
-        Builder.of("tensorrt")
+        Builder.of(named("tensorrt"))
     fake_tensorrt(monkeypatch, "8.9", "8.9")  # it does not matter which
-    assert Builder.of("tensorrt").capabilities == ("8.9",)
+    assert Builder.of(named("tensorrt")).capabilities == ("8.9",)
 
 
 @pytest.mark.parametrize(("shown", "loads"), [(("8.6", "12.0"), True), (("12.0", "8.6"), False), ((), False)])

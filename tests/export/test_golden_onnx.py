@@ -15,8 +15,9 @@ from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.checkpoints import LoadOptions, load_denoiser
 from mdps.models.unet import UNet
-from mdps.runtime.ort import OrtSession
-from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.engines.onnxruntime import OrtSession
+from mdps.runtime.graphs import Graphs
+from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import PassSettings, SamplerSettings
 
@@ -31,7 +32,7 @@ class RecordedNoise:
         return self.first if step_index < 0 else self.steps[step_index][None]
 
 
-def sessions(network: UNet, mask_rule: Any, folder: Path) -> StepSessions:
+def sessions(network: UNet, mask_rule: Any, folder: Path) -> Graphs:
     prepare_input_gradients(network)
     rules, side = StepRules(mask_rule=mask_rule), network.config.image_size
     image = torch.rand(1, 3, side, side)
@@ -48,11 +49,11 @@ def sessions(network: UNet, mask_rule: Any, folder: Path) -> StepSessions:
     guided = record(GuidedStep(Denoiser(network, "eps"), rules), example, ["x_s", "eps", "guidance_gradient"], BATCHED)
     write(plain, folder / "plain.onnx", weights)
     write(guided, folder / "guided.onnx", weights)
-    return StepSessions(OrtSession(folder / "guided.onnx"), OrtSession(folder / "plain.onnx"))
+    return Graphs(OrtSession(folder / "guided.onnx"), OrtSession(folder / "plain.onnx"))
 
 
 def states(
-    steps: StepSessions,
+    steps: Graphs,
     arrays: Mapping[str, np.ndarray],
     name: str,
     y: np.ndarray,
@@ -98,7 +99,7 @@ def test_the_authors_checkpoint_at_64(shared: Path, tmp_path: Path) -> None:
     assert np.abs(found - golden["unguided_states"]).max() < 2e-3
 
 
-def _check_call(steps: StepSessions, golden: Mapping[str, np.ndarray]) -> None:
+def _check_call(steps: Graphs, golden: Mapping[str, np.ndarray]) -> None:
     """eps within 1e-4, each image's gradient within 1e-5, both images in one batch."""
     x_t, y = golden["call_x_t"], golden["y"]
     scalars = {
@@ -144,9 +145,7 @@ def test_every_public_format_at_32(shared: Path, formula_weights: Any, tmp_path:
             _check_format(steps, numbers, index, float(timestep), description.stem)
 
 
-def _check_format(
-    steps: StepSessions, numbers: Mapping[str, np.ndarray], index: int, timestep: float, name: str
-) -> None:
+def _check_format(steps: Graphs, numbers: Mapping[str, np.ndarray], index: int, timestep: float, name: str) -> None:
     one = slice(index, index + 1)
     y = numbers["observation"][one]
     scalars = {"timestep": timestep, "alpha_t": numbers["alphas_cumprod"][index], "alpha_s": 0.99, "sigma_t": 0.0}

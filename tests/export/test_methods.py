@@ -18,9 +18,10 @@ from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import load
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import UsageError
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN, NoiseBank
-from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
 from mdps.runtime.session import CopyingRun
 from mdps.runtime.settings import PassSettings, SamplerSettings
@@ -73,7 +74,7 @@ class ModuleSession:
 def sample(
     sampler: SamplerSettings, y: np.ndarray, mask: np.ndarray, index: int, bank: Any = BANK, previous: Any = None
 ) -> np.ndarray:
-    sessions = StepSessions(ModuleSession(sampler, guided=True), ModuleSession(sampler))
+    sessions = Graphs(ModuleSession(sampler, guided=True), ModuleSession(sampler))
     *_, last = posterior_sampling(sessions, SCHEDULE, sampler, y, mask, index, bank, previous)
     return last.x
 
@@ -200,7 +201,7 @@ def _few(one: PassSettings) -> dict[str, Any]:
 def test_a_stitched_pass_starts_from_both_and_needs_them() -> None:
     sampler = method("autoddpm", (8, 8)).sampler
     y, mask, previous = images(1), half_mask(1), images(1, seed=5)
-    sessions = StepSessions(None, ModuleSession(sampler))
+    sessions = Graphs(None, ModuleSession(sampler))
     first = next(posterior_sampling(sessions, SCHEDULE, sampler, y, mask, 1, BANK, previous)).x
     a, z = SCHEDULE.alphas_cumprod[49], BANK.draw(1, INITIAL, 1)
     np.testing.assert_allclose(first, a**0.5 * (mask * previous + (1 - mask) * y) + (1 - a) ** 0.5 * z, atol=1e-6)
@@ -254,7 +255,7 @@ def test_each_method_gives_the_same_on_openvino(exported: Path) -> None:
     pytest.importorskip("openvino")
     scores = []
     for backend in ("onnxruntime", "openvino"):
-        with load(exported, calibrated=False, backend=backend, warm_up=False) as detector:
+        with load(exported, calibrated=False, engine=backend, warm_up=False) as detector:
             scores.append(detector(picture(1)).score)
     assert abs(scores[1] - scores[0]) < 1e-3 * max(1.0, scores[0])
 

@@ -69,7 +69,7 @@ def test_a_bundle_mounted_as_links_works(line_bundle: Path, tmp_path: Path, back
     picture = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
     scores = []
     for folder in (line_bundle, tmp_path / "mount"):
-        with load(folder, threads=1, backend=backend, warm_up=False) as detector:
+        with load(folder, threads=1, engine=backend, warm_up=False) as detector:
             scores.append(detector(picture).score)
     assert scores[0] == scores[1]
 
@@ -147,7 +147,7 @@ def _resident_mb() -> float:
 
 def _memory_growth_mb(bundle: Path, images: list[bytes], count: int, backend: str = "onnxruntime") -> float:
     """By how much judging so many images makes this process larger, after the first 50."""
-    with load(bundle, threads=1, calibrated=False, backend=backend) as detector:
+    with load(bundle, threads=1, calibrated=False, engine=backend) as detector:
         for index in range(50):
             detector(images[index % len(images)])
         before = _resident_mb()
@@ -172,7 +172,7 @@ def test_memory_does_not_grow_over_two_thousand_images_of_the_demo(
 ) -> None:
     """With two steps a pass: each takes and leaves the same, and ten would make an hour of it."""
     pytest.importorskip("MNN")
-    bundle = export_bundle(CHECKPOINT, tmp_path / "bundle", replace(OPTIONS, steps=2, backend="mnn"))
+    bundle = export_bundle(CHECKPOINT, tmp_path / "bundle", replace(OPTIONS, steps=2, engine="mnn"))
     assert _memory_growth_mb(bundle, line_images, 2000, backend) < 5
 
 
@@ -188,7 +188,7 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
         check_finite(np.zeros((1, 1, 2, 2), np.float32), np.array([np.nan], np.float32))
 
     detector: Any = SimpleNamespace(
-        judge=judge, preprocessing=None, calibration=None, backend="", provenance={"engines": {}}, close=lambda: None,
+        judge=judge, preprocessing=None, calibration=None, engine="", provenance={"engines": {}}, close=lambda: None,
         warm_up_seconds=0.0,
     )  # fmt: skip
     metrics = Metrics()

@@ -13,8 +13,9 @@ from mdps.export.linearize import linearize, prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.models.unet import UNet, UNetConfig
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.noise import NoiseBank
-from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
 from mdps.runtime.session import CopyingRun
 from mdps.runtime.settings import PassSettings, paper_settings
@@ -70,7 +71,7 @@ class TorchStep:
 
 def sample(settings, y, mask, pass_index=1, schedule=None):
     rules = StepRules(settings.mask_rule, settings.guidance_norm, settings.gradient)
-    sessions = StepSessions(TorchStep(rules, True), TorchStep(rules, False))
+    sessions = Graphs(TorchStep(rules, True), TorchStep(rules, False))
     bank = NoiseBank(settings.seed, (3, SIZE, SIZE))
     *_, last = posterior_sampling(sessions, schedule or NoiseSchedule.linear(), settings, y, mask, pass_index, bank)
     return last.x

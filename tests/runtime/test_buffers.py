@@ -12,13 +12,15 @@ import pytest
 from onnx import TensorProto, helper
 
 from mdps.runtime import noise as noise_module
+from mdps.runtime.engines.interface import open_session
+from mdps.runtime.engines.onnxruntime import OrtSession
+from mdps.runtime.engines.openvino import OpenVinoSession
 from mdps.runtime.errors import BackendError
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.noise import INITIAL, JUMP, NoiseBank
-from mdps.runtime.openvino import OpenVinoSession
-from mdps.runtime.ort import OrtSession
-from mdps.runtime.sampler import State, StepSessions, posterior_sampling
+from mdps.runtime.sampler import State, posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
-from mdps.runtime.session import ChunkedSession, CopyingRun, Session, open_session
+from mdps.runtime.session import ChunkedSession, CopyingRun, Session
 from mdps.runtime.settings import PassSettings, SamplerSettings, paper_settings
 
 SIDE = 64
@@ -69,7 +71,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(graph: Path, backend: str) -> Session:
     if backend == "openvino":
         pytest.importorskip("openvino")
-    return open_session(graph, threads=1, backend=backend)
+    return open_session(graph, threads=1, engine=backend)
 
 
 def arrays(count: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -91,7 +93,7 @@ def address(array: np.ndarray) -> int:
 def sampled(session: Session, settings: SamplerSettings, count: int, **options: Any) -> Iterator[State]:
     y, m = arrays(count)["observation"], arrays(count)["mask"]
     bank = options.pop("bank", None) or NoiseBank(0, SHAPE)
-    return posterior_sampling(StepSessions(session, None), SCHEDULE, settings, y, m, 0, bank, **options)
+    return posterior_sampling(Graphs(session, None), SCHEDULE, settings, y, m, 0, bank, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,9 +26,9 @@ class BrightnessDetector:
     def __init__(self, mask_range="per-image", noise="simplex"):  # of which nothing is said
         sampler = replace(paper_settings((2, 2)).sampler, noise=noise)
         self.settings = replace(paper_settings((2, 2)), sampler=sampler, mask=MaskSettings(0.1, mask_range))
-        self.preprocessing, self.backend = Preprocessing((2, 2)), "onnxruntime"
+        self.preprocessing, self.engine = Preprocessing((2, 2)), "onnxruntime"
         self.given, self.sizes = [], []
-        self.manifest = SimpleNamespace(schedule=NoiseSchedule.linear())
+        self.schedule = NoiseSchedule.linear()
 
     def predicted_noise(self, noised, step):
         """None, which no trained denoiser says."""
@@ -145,10 +145,10 @@ def test_the_named_number_of_images_is_enough(recwarn):
     assert not [warning for warning in recwarn if warning.category is CalibrationWarning]
 
 
-def test_the_arithmetic_of_the_backend_is_remembered():
+def test_the_arithmetic_of_the_engine_is_remembered():
     detector = BrightnessDetector()
     assert calibrate(detector, pictures(range(50, 60)), false_alarm_rate=0.5).arithmetic == ""
-    detector.backend = "openvino-bf16"
+    detector.engine = "openvino-bf16"
     assert calibrate(detector, pictures(range(50, 60)), false_alarm_rate=0.5).arithmetic == "bf16"
 
 

@@ -17,6 +17,7 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export.engine import Built
 from mdps.export.plans import add_plans
 from mdps.runtime import load
+from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.manifest import Manifest
 
@@ -24,7 +25,7 @@ from mdps.runtime.manifest import Manifest
 class NamesAsPlans:
     """Stands in for TensorRT-RTX, which is not everywhere: a plan is its graph's name."""
 
-    backend, version, capabilities = "tensorrt-rtx", "1.7", ("8.9",)
+    engine, version, capabilities = named("tensorrt-rtx"), "1.7", ("8.9",)
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
     def build(self, path: Path, profile: Any, precision: str) -> Built:
@@ -46,9 +47,9 @@ def plan(bundle: Path) -> Path:
     ("given", "options"),
     [
         ({}, ""),
-        ({"backend": "tensorrt-rtx"}, " --backend tensorrt-rtx"),
-        ({"provider": "cuda", "device": "1"}, " --provider cuda --device 1"),
-        ({"product": "cap", "backend": "openvino"}, " --product cap --backend openvino"),
+        ({"engine": "tensorrt-rtx"}, " --engine tensorrt-rtx"),
+        ({"engine": "onnxruntime-cuda", "device": "1"}, " --engine onnxruntime-cuda --device 1"),
+        ({"product": "cap", "engine": "openvino"}, " --product cap --engine openvino"),
     ],
 )
 def test_a_bundle_is_to_be_calibrated_where_it_was_to_run(bundle: Path, given: dict[str, Any], options: str) -> None:
@@ -58,7 +59,7 @@ def test_a_bundle_is_to_be_calibrated_where_it_was_to_run(bundle: Path, given: d
     assert str(raised.value).endswith(f"run `mdps calibrate {bundle} GOOD_FOLDER{options}`")
 
 
-@pytest.mark.parametrize(("backend", "options"), [([], ""), (["--backend", "tensorrt-rtx"], " --backend tensorrt-rtx")])
+@pytest.mark.parametrize(("backend", "options"), [([], ""), (["--engine", "tensorrt-rtx"], " --engine tensorrt-rtx")])
 def test_an_export_with_plans_goes_on_with_their_backend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: list[str], options: str
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_bf16_bundle_says_where_it_can_run(line_bundle: Path, tmp_path: Path) 
     bundle = export_bundle(line_bundle.parent / "line.safetensors", tmp_path / "bf16", options)
     with pytest.raises(BackendError, match=r"bf16, which only a card computes: it has no plans: export it again"):
         load(bundle, calibrated=False)
-    with pytest.raises(BackendError, match=r"bf16, which only a card computes: run it with --backend tensorrt-rtx\)$"):
+    with pytest.raises(BackendError, match=r"bf16, which only a card computes: run it with --engine tensorrt-rtx\)$"):
         load(plan(bundle), calibrated=False)
 
 
@@ -90,20 +91,20 @@ def test_the_processors_onnxruntime_is_not_advised_over_another(
 def test_a_compute_capability_without_its_dot_is_written_out(
     capsys: pytest.CaptureFixture[str], given: str, meant: str
 ) -> None:
-    assert run(cli, ["export", "--ckpt", "x.pt", "--backend", "tensorrt-rtx", "--compute-capability", given]) == 2
+    assert run(cli, ["export", "--ckpt", "x.pt", "--engine", "tensorrt-rtx", "--compute-capability", given]) == 2
     said = capsys.readouterr().err
     assert meant in said
     assert ("lacks its dot" in said) == (given != "x")
 
 
 def test_bench_leads_to_what_measures_plans(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, ["bench", str(bundle), "--backends", "tensorrt-rtx"]) == 2
-    assert "mnn, openvino-bf16 (`mdps gpu-check` measures engine plans)" in capsys.readouterr().err
+    assert run(cli, ["bench", str(bundle), "--engines", "tensorrt-rtx"]) == 2
+    assert "onnxruntime-tensorrt (`mdps gpu-check` measures engine plans)" in capsys.readouterr().err
     assert run(cli, ["bench", str(bundle), "--torch", "wrong"]) == 2
     assert "gpu-check" not in capsys.readouterr().err
 
 
-LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --backend tensorrt-rtx to use them"
+LEFT_UNUSED = "has plans for tensorrt-rtx, but this runs on the CPU: add --engine tensorrt-rtx to use them"
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_plans_that_a_command_leaves_unused_are_mentioned(
         run(cli, command)
         said = capsys.readouterr().err.splitlines()
         assert [line for line in said if "plans" in line] == [f"{bundle} {LEFT_UNUSED}"], command
-        run(cli, [*command, "--backend", "onnxruntime"])  # chosen: nothing to be told
+        run(cli, [*command, "--engine", "onnxruntime"])  # chosen: nothing to be told
         assert "plans" not in capsys.readouterr().err, command
 
 
@@ -151,4 +152,4 @@ def test_a_library_that_loads_says_nothing_of_plans(
 def test_inspect_leads_to_a_calibration_on_the_plans(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(Manifest.read(plan(bundle)), calibrations={}).write(bundle)
     assert run(cli, ["inspect", str(bundle)]) == 0
-    assert f"next: mdps calibrate {bundle} GOOD_FOLDER --backend tensorrt-rtx\n" in capsys.readouterr().out
+    assert f"next: mdps calibrate {bundle} GOOD_FOLDER --engine tensorrt-rtx\n" in capsys.readouterr().out

@@ -4,13 +4,14 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
 
 from mdps.runtime import cards as cards_module
-from mdps.runtime.cards import Card, Place, cards, choose, cuda_cards, find
+from mdps.runtime.cards import Card, cards, choose, cuda_cards, find
 from mdps.runtime.errors import BackendError, UsageError
 
 GB = 10**9
@@ -140,10 +141,10 @@ def test_nvidia_smi_is_asked_where_the_module_is_missing(monkeypatch):
 def test_a_card_is_chosen_by_index_or_uuid_whatever_order_cuda_has(nvml, show):
     show(T4, L4, A2)  # the fastest first, or CUDA_VISIBLE_DEVICES=2,0,1
     assert [choose(device).ordinal for device in (0, "1", 2)] == [1, 2, 0]
-    assert choose(A2) == Place(2, cards()[1])
-    assert choose("gpu-b0000000").card.name == "NVIDIA A2"
-    assert choose("c000") == Place(0, cards()[2])
-    assert choose(None) == Place(0, cards()[2])
+    assert choose(A2) == replace(cards()[1], ordinal=2)
+    assert choose("gpu-b0000000").name == "NVIDIA A2"
+    assert choose("c000") == replace(cards()[2], ordinal=0)
+    assert choose(None) == replace(cards()[2], ordinal=0)
 
 
 def test_capabilities_come_in_the_order_of_cuda(nvml, show):
@@ -169,7 +170,7 @@ def test_a_card_that_is_not_there_is_named_with_those_that_are(nvml, show):
 def test_a_card_that_cuda_visible_devices_hides_is_an_error_and_not_another_card(nvml, show, monkeypatch):
     show(A2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert choose(1) == Place(0, cards()[1])
+    assert choose(1) == replace(cards()[1], ordinal=0)
     with pytest.raises(UsageError, match=r"card 0 \(NVIDIA L4.*hidden .*CUDA_VISIBLE_DEVICES=1, it sees card 1 \(NVID"):
         choose(0)
 
@@ -177,7 +178,7 @@ def test_a_card_that_cuda_visible_devices_hides_is_an_error_and_not_another_card
 def test_cards_that_nothing_lists_can_be_used_but_not_chosen(show, monkeypatch):
     monkeypatch.setattr(cards_module, "cards", lambda: ())
     show(L4)
-    assert choose(None) == Place(0, None)
+    assert choose(None) == Card(ordinal=0)
     for there, asked in ((True, False), (False, True)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there or None)
         with pytest.raises(BackendError, match="no card is listed here") as raised:
@@ -187,7 +188,7 @@ def test_cards_that_nothing_lists_can_be_used_but_not_chosen(show, monkeypatch):
 
 def test_an_instance_of_a_card_that_is_cut_up_is_no_card_of_the_list(nvml, show):
     show(f"MIG-{L4[4:-1]}5")
-    assert choose(None) == Place(0, None)
+    assert choose(None) == Card(ordinal=0)
 
 
 def test_a_driver_that_is_missing_or_broken_is_a_sentence(show, monkeypatch):
@@ -204,7 +205,7 @@ def test_a_driver_that_is_missing_or_broken_is_a_sentence(show, monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    sentence = r"driver cannot be loaded \(.*cannot open.*leave out --backend and --provider; .*gpu-check` add --cpu"
+    sentence = r"driver cannot be loaded \(.*cannot open.*leave out --engine; .*gpu-check` add --cpu"
     for device in (None, "7", "GPU-", "b000"):
         with pytest.raises(BackendError, match=sentence):
             choose(device)

@@ -17,9 +17,11 @@ from PIL import Image
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import BackendError, UsageError, choice, load
-from mdps.runtime.choice import BackendWarning, CpuSituation, cache_file, choose, installed
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.choice import CpuSituation, cache_file, choose, installed
+from mdps.runtime.engines import ENGINES
+from mdps.runtime.errors import BackendWarning
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.session import BACKENDS
 
 SITUATION = CpuSituation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
 BOTH = ("onnxruntime", "openvino")
@@ -29,7 +31,7 @@ BOTH = ("onnxruntime", "openvino")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache's file, in a folder that does not exist yet."""
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path / "not" / "yet"))
-    return tmp_path / "not" / "yet" / "backends.json"
+    return tmp_path / "not" / "yet" / "engines.json"
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +68,9 @@ def test_the_faster_one_is_chosen_and_written_down(cache: Path, slow: str, fast:
     assert choose(SITUATION, probes) == fast
     assert sorted(probes.closed) == sorted(BOTH)
     (entry,) = json.loads(cache.read_text()).values()
-    assert (entry["backend"], entry["cpu"], entry["threads"]) == (fast, "cpu", 2)
+    assert (entry["engine"], entry["cpu"], entry["threads"]) == (fast, "cpu", 2)
     assert entry["step_ms"][slow] > 12 > entry["step_ms"][fast] >= 2
-    assert [path.name for path in cache.parent.iterdir()] == ["backends.json"]
+    assert [path.name for path in cache.parent.iterdir()] == ["engines.json"]
     assert choose(SITUATION, refuse) == fast
 
 
@@ -106,14 +108,14 @@ def test_another_situation_is_measured_itself(cache: Path, change: dict[str, Any
 def test_a_damaged_cache_is_a_warning_and_repaired(cache: Path, content: bytes) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
-    with pytest.warns(BackendWarning, match=r"backends\.json is damaged"):
+    with pytest.warns(BackendWarning, match=r"engines\.json is damaged"):
         assert choose(SITUATION, Probes(onnxruntime=9, openvino=1)) == "openvino"
     assert choose(SITUATION, refuse) == "openvino"
 
 
 def test_a_remembered_backend_that_does_not_exist_does_not_count(cache: Path) -> None:
     cache.parent.mkdir(parents=True)
-    cache.write_text(json.dumps({SITUATION.key: {"backend": "rm -rf"}}))
+    cache.write_text(json.dumps({SITUATION.key: {"engine": "rm -rf"}}))
     assert choose(SITUATION, Probes(onnxruntime=9, openvino=1)) == "openvino"
 
 
@@ -136,7 +138,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_choices(cache: Path, monkeypatch
     with pytest.warns(BackendWarning, match="No space left"):
         choose(replace(SITUATION, threads=1), Probes(onnxruntime=1, openvino=9))
     assert cache.read_bytes() == before
-    assert [path.name for path in cache.parent.iterdir()] == ["backends.json"]
+    assert [path.name for path in cache.parent.iterdir()] == ["engines.json"]
 
 
 def test_the_cache_stays_small(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,21 +177,21 @@ def test_installed_is_what_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_backend_whose_scores_differ_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # whatever is asked for is there
     assert installed() == ("onnxruntime", "openvino", "mnn")
-    assert {*BACKENDS} - {*installed()} == {"openvino-bf16"}
+    assert [engine.name for engine in ENGINES if engine.arithmetic] == ["openvino-bf16"]
 
 
 def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MDPS_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cache_file() == tmp_path / ".cache" / "mdps" / "backends.json"
+    assert cache_file() == tmp_path / ".cache" / "mdps" / "engines.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_file() == tmp_path / ".cache" / "mdps" / "backends.json"
+    assert cache_file() == tmp_path / ".cache" / "mdps" / "engines.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "xdg"))
-    assert cache_file() == tmp_path / "xdg" / "mdps" / "backends.json"
+    assert cache_file() == tmp_path / "xdg" / "mdps" / "engines.json"
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path / "ours"))
-    assert cache_file() == tmp_path / "ours" / "backends.json"
+    assert cache_file() == tmp_path / "ours" / "engines.json"
 
 
 def test_a_user_without_a_home_is_only_warned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,37 +218,39 @@ def test_the_situation_is_the_bundles_files_and_not_its_calibration(tiny_bundle:
 def test_auto_measures_a_bundle_once(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openvino")
     picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
-    with load(tiny_bundle, backend="auto", calibrated=False, threads=1) as detector:
-        chosen, score = detector.provenance["backend"], detector(picture).score
+    with load(tiny_bundle, engine="auto", calibrated=False, threads=1) as detector:
+        chosen, score = detector.provenance["engine"], detector(picture).score
     (entry,) = json.loads(cache.read_text()).values()
-    assert entry["backend"] == chosen == min(entry["step_ms"], key=entry["step_ms"].get)
+    assert entry["engine"] == chosen == min(entry["step_ms"], key=entry["step_ms"].get)
     monkeypatch.setattr(choice, "measure", refuse)
     other = next(name for name in BOTH if name != chosen)
     for name in (chosen, other):  # what is written decides, not a new look
-        entry["backend"] = name
+        entry["engine"] = name
         cache.write_text(json.dumps({CpuSituation.here(detector.manifest, 1, 1).key: entry}))
-        with load(tiny_bundle, backend="auto", calibrated=False, threads=1) as again:
-            assert again.provenance["backend"] == name
+        with load(tiny_bundle, engine="auto", calibrated=False, threads=1) as again:
+            assert again.provenance["engine"] == name
             assert again(picture).score == pytest.approx(score, abs=1e-3)
 
 
 def test_torch_runs_the_guided_step_of_a_traced_bundle_whatever_the_backend(tiny_bundle: Path, cache: Path) -> None:
-    from mdps.runtime.loading import choose_backend
+    from mdps.runtime.loading import choose_engine
 
-    manifest = replace(Manifest.read(tiny_bundle, verify=False), guidance_backend="traced")
-    assert choose_backend(tiny_bundle, manifest, manifest.settings, backend="auto") == "onnxruntime"
+    bundle = Bundle.read(tiny_bundle)
+    guided = replace(bundle.manifest.graphs["guided_step"], session="traced")
+    traced = replace(bundle.manifest, graphs=bundle.manifest.graphs | {"guided_step": guided})
+    assert choose_engine(replace(bundle, manifest=traced), LoadOptions(engine="auto")).name == "onnxruntime"
     assert not cache.exists(), "there was nothing to compare"
 
 
 def test_wrong_backends(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="no backend 'tvm': choose one of onnxruntime, openvino"):
-        load(tiny_bundle, backend="tvm", calibrated=False)
-    for backend in ("openvino", "auto"):
-        with pytest.raises(UsageError, match="'cuda' is a provider of onnxruntime"):
-            load(tiny_bundle, backend=backend, provider="cuda", calibrated=False)
+    with pytest.raises(UsageError, match="no engine 'tvm': choose one of onnxruntime, openvino"):
+        load(tiny_bundle, engine="tvm", calibrated=False)
+    for engine in ("openvino", "auto"):
+        with pytest.raises(UsageError, match=r"computes on none: choose one of .*onnxruntime-cuda"):
+            load(tiny_bundle, engine=engine, device="0", calibrated=False)
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(BackendError, match=r'pip install "mdps\[openvino\]"'):
-        load(tiny_bundle, backend="openvino", calibrated=False)
+        load(tiny_bundle, engine="openvino", calibrated=False)
 
 
 def test_the_command_line_warns_in_one_line(
@@ -257,10 +261,10 @@ def test_the_command_line_warns_in_one_line(
     cache.write_text("damaged")
     image = tmp_path / "part.png"
     Image.effect_noise((32, 32), 60).save(image)
-    options = ["--out", str(tmp_path / "out"), "--scores-only", "--backend", "auto", "--threads", "1"]
+    options = ["--out", str(tmp_path / "out"), "--scores-only", "--engine", "auto", "--threads", "1"]
     assert run(cli, ["predict", str(tiny_bundle), str(image), *options]) == 0
     err = capsys.readouterr().err
-    assert err.startswith(f"Warning: the choice of a backend cannot be read and is made again: {cache} is damaged")
+    assert err.startswith(f"Warning: the choice of an engine cannot be read and is made again: {cache} is damaged")
     assert err.count("\n") == 1
 
 

@@ -127,6 +127,7 @@ def make_bundle(folder, settings=None, without=()):
         schema_version=SCHEMA_VERSION,
         name="bottle",
         settings=settings or settings_of(),
+        precision="fp32",
         network={},
         schedule=NoiseSchedule.linear(),
         prediction="eps",
@@ -134,6 +135,7 @@ def make_bundle(folder, settings=None, without=()):
         calibrations={},
         files=hash_files(folder),
         graphs={path.stem: GraphEntry(path.name) for path in folder.glob("*.onnx")},
+        plans=(),
         versions={"mdps": "0.1.0"},
         parity={},
         checkpoint=CheckpointEntry("bottle.pt", "0" * 64),
@@ -338,13 +340,13 @@ def test_an_early_exit_depends_on_no_other_image_of_the_batch(exit_bundle):
 def test_only_the_remaining_images_go_on(exit_bundle):
     sizes = []
     with exiting(exit_bundle, max_batch=16) as detector:
-        real = detector._pipeline.steps.guided.bind
+        real = detector._pipeline.graphs.guided.bind
 
         def bind(feeds):
             sizes.append(len(feeds["observation"]))
             return real(feeds)
 
-        object.__setattr__(detector._pipeline.steps.guided, "bind", bind)
+        object.__setattr__(detector._pipeline.graphs.guided, "bind", bind)
         gone = sum(result.early_exit for result in detector.batch(MIXED))
         assert sizes == [2] * (8 + 8 - gone)
         sizes.clear()
@@ -497,7 +499,7 @@ def test_only_the_graphs_that_the_passes_need_are_opened(tmp_path):
 def test_nan_is_never_a_verdict(tmp_path):
     folder = calibrated(make_bundle(tmp_path / "b"))
     with load(folder) as detector:
-        score = detector._pipeline.score
+        score = detector._pipeline.graphs.score
         run = score.run
         spoiled = detector.preprocessing(bad())
 
@@ -531,7 +533,7 @@ def test_a_plan_beyond_the_schedule_does_not_load(tmp_path):
 
 def test_sessions_are_closed_when_loading_fails(bundle, monkeypatch):
     closed = []
-    monkeypatch.setattr("mdps.runtime.ort.OrtSession.close", lambda self: closed.append(self))
+    monkeypatch.setattr("mdps.runtime.engines.onnxruntime.OrtSession.close", lambda self: closed.append(self))
     monkeypatch.setattr("mdps.runtime.detector.Detector.warm_up", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load(bundle)
@@ -548,7 +550,7 @@ def test_a_closed_detector_says_so(bundle):
 
 def test_the_warm_up_runs_every_graph_once(bundle, monkeypatch):
     runs = []
-    kind = mdps.runtime.ort.OrtSession
+    kind = mdps.runtime.engines.onnxruntime.OrtSession
     run, bind = kind.run, kind.bind
     monkeypatch.setattr(kind, "run", lambda self, *args: runs.append(self) or run(self, *args))
     monkeypatch.setattr(kind, "bind", lambda self, *args: runs.append(self) or bind(self, *args))
@@ -581,7 +583,7 @@ def test_provenance_says_what_made_the_result(detector):
 
 
 def test_wrong_options(bundle):
-    for options in ({"samples": 0}, {"seed": -1}, {"threads": 0}, {"max_batch": 0}, {"provider": "gpu"}):
+    for options in ({"samples": 0}, {"seed": -1}, {"threads": 0}, {"max_batch": 0}, {"engine": "gpu"}):
         with pytest.raises(UsageError):
             load(bundle, calibrated=False, **options)
 
@@ -590,4 +592,4 @@ def test_no_provider_is_replaced_by_another(bundle):
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")
     with pytest.raises(BackendError, match=r"NVIDIA's driver|CUDAExecutionProvider"):  # without a card, with one
-        load(bundle, provider="cuda")
+        load(bundle, engine="onnxruntime-cuda")

@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import pytest
 
+from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.calibration import exit_limit
-from mdps.runtime.choice import BackendWarning
 from mdps.runtime.detector import Detector
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
-from mdps.runtime.device.program import Engines
-from mdps.runtime.errors import BackendError, CalibrationError, UsageError
-from mdps.runtime.loading import open_pipeline, override
+from mdps.runtime.errors import BackendError, BackendWarning, CalibrationError, UsageError
+from mdps.runtime.graphs import Graphs
+from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.schedule import Step
@@ -43,9 +43,9 @@ def make_pair(
     bundle, fake_card, opened, change=lambda s: s, samples=1, max_batch=8, largest=None, driver=None, captures=True
 ):
     manifest = Manifest.read(bundle)
-    settings = change(override(manifest.settings, samples=samples))
+    settings = change(LoadOptions(samples=samples).override(manifest.settings))
     # As many images at once as on the card, as the last digits depend on that.
-    pipeline = open_pipeline(bundle, manifest, settings, opened, threads=1, max_batch=max_batch)
+    pipeline = open_pipeline(Bundle(bundle, manifest, settings), opened, threads=1, max_batch=max_batch)
     pipeline = replace(pipeline, at_once=max(1, max_batch // samples))
     driver = driver or fake_card.FakeDriver()
     with driver.current():
@@ -57,7 +57,7 @@ def make_pair(
     }
     noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
     on_card = DevicePipeline(
-        driver, stream, Engines(*engines.values()), manifest.schedule, settings, noise, max_batch
+        driver, stream, Graphs(*engines.values()), manifest.schedule, settings, noise, max_batch
     )  # fmt: skip
     return SimpleNamespace(
         pipeline=pipeline, device=on_card, driver=driver, engines=SimpleNamespace(**engines), manifest=manifest
@@ -292,9 +292,7 @@ def test_a_card_that_refuses_to_record_is_warned_of_and_still_used(pair, fake_ca
 
 def test_a_detector_works_in_other_threads_than_it_was_loaded_in(pair, line_bundle):
     both = pair()
-    with Detector(
-        both.manifest, both.device, both.manifest.calibrations["default"], backend="tensorrt-rtx"
-    ) as detector:
+    with Detector(both.manifest, both.device, both.manifest.calibrations["default"], engine="tensorrt-rtx") as detector:
         detector.warm_up()
         y, found, faults = pictures(3), [], []
 
@@ -312,7 +310,7 @@ def test_a_detector_works_in_other_threads_than_it_was_loaded_in(pair, line_bund
         assert not faults
         for one in found:
             same(one, both.pipeline.inspect(y, RANGE))
-        assert detector.provenance["backend"] == "tensorrt-rtx"
+        assert detector.provenance["engine"] == "tensorrt-rtx"
         assert detector.provenance["engines"]["guided_step"] == "fake guided_step"
 
 
@@ -384,5 +382,5 @@ def test_a_plan_for_fewer_samples_is_named(pair):
 )
 def test_what_the_loop_on_a_card_cannot_do_is_refused(line_bundle, change, words):
     settings = Manifest.read(line_bundle).settings
-    with pytest.raises(UsageError, match=rf"{words}.*: use the backend onnxruntime"):
+    with pytest.raises(UsageError, match=rf"{words}.*: use the engine onnxruntime"):
         check_settings(replace(settings, sampler=change(settings.sampler)))

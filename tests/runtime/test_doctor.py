@@ -4,7 +4,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,12 @@ import pytest
 
 from mdps.cli import cli
 from mdps.commands.terminal import run
-from mdps.runtime import doctor, trt
+from mdps.runtime import doctor, engines
 from mdps.runtime.cards import Card
-from mdps.runtime.device import cuda, seam
+from mdps.runtime.device import cuda
+from mdps.runtime.engines import ENGINES
+from mdps.runtime.engines.interface import TINY_MODEL, Check
+from mdps.runtime.engines.tensorrt import served_capabilities
 from mdps.runtime.errors import BackendError
 
 
@@ -40,7 +43,12 @@ class FakeSession:
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where neither TensorRT nor TensorRT-RTX is installed."""
-    monkeypatch.setattr(doctor, "PLAN_BACKENDS", ())
+    monkeypatch.setattr(engines, "ENGINES", tuple(engine for engine in ENGINES if engine.reads != "plans"))
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]) -> None:
@@ -50,12 +58,11 @@ def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]
         set_default_logger_severity=lambda level: None,
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.setitem(sys.modules, "MNN", None)
+    hide(monkeypatch, "openvino", "MNN", "torch")
 
 
 def test_the_tiny_model_is_a_valid_model_that_doubles() -> None:
-    model = onnx.load_model_from_string(doctor.TINY_MODEL)
+    model = onnx.load_model_from_string(TINY_MODEL)
     onnx.checker.check_model(model, full_check=True)
     assert [(node.op_type, list(node.input)) for node in model.graph.node] == [("Add", ["x", "x"])]
 
@@ -63,7 +70,7 @@ def test_the_tiny_model_is_a_valid_model_that_doubles() -> None:
 def test_here_the_cpu_works() -> None:
     diagnosis = doctor.diagnose()
     assert diagnosis.works
-    assert doctor.ProviderCheck("CPUExecutionProvider", True) in diagnosis.providers
+    assert Check("onnxruntime", True) in diagnosis.engines
     assert diagnosis.cpus >= 1
     assert diagnosis.versions["numpy"] == np.__version__
     assert diagnosis.to_json()["works"] is True
@@ -84,7 +91,7 @@ def test_what_keeps_from_using_all_processors_is_named(monkeypatch: pytest.Monke
 
 def test_a_provider_that_is_listed_but_falls_back_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeSession, ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
-    tensorrt, cuda, cpu = doctor.diagnose().providers
+    cpu, cuda, tensorrt = doctor.diagnose().engines
     assert (tensorrt.usable, cuda.usable, cpu.usable) == (False, False, True)
     assert tensorrt.reason == "libnvinfer.so.10: cannot open"
     assert "took CPUExecutionProvider" in cuda.reason
@@ -94,7 +101,7 @@ def test_a_provider_that_computes_nonsense_is_not_usable(monkeypatch: pytest.Mon
     install(monkeypatch, type("Wrong", (FakeSession,), {"factor": 3.0}), ["CPUExecutionProvider"])
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
-    assert "where [2.0, 5.0] is right" in diagnosis.providers[0].reason
+    assert "where [2.0, 5.0] is right" in diagnosis.engines[0].reason
 
 
 def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +118,15 @@ def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_emptied_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.setitem(sys.modules, "MNN", None)
+    hide(monkeypatch, "openvino", "MNN", "torch")
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
-    assert "installed but empty" in diagnosis.problems[0]
+    assert "onnxruntime is damaged" in diagnosis.problems[0]
 
 
 def test_a_missing_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.setitem(sys.modules, "MNN", None)
+    hide(monkeypatch, "openvino", "MNN", "torch")
     diagnosis = doctor.diagnose()
     assert not diagnosis.works
     assert "pip install 'mdps[cpu]'" in diagnosis.problems[0]
@@ -133,6 +138,9 @@ def test_cards_are_listed_with_their_free_memory(monkeypatch: pytest.MonkeyPatch
     assert doctor.diagnose().to_json()["cards"] == (asdict(card),)
     monkeypatch.setattr(doctor, "cards", tuple)
     assert doctor.diagnose().cards == ()
+
+
+NAMED = {engine.name: engine for engine in ENGINES}
 
 
 class FakePlans(ModuleType):
@@ -160,7 +168,7 @@ class FakeDriver:
     closed = 0
 
     def __init__(self, capability: str) -> None:
-        self.card = seam.Card(0, "Fake 4090", capability)
+        self.card = Card(ordinal=0, name="Fake 4090", compute_capability=capability)
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -175,10 +183,8 @@ def plans_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
 
     def put(backend: str = "tensorrt-rtx", capability: str = "8.9", **how: Any) -> FakeDriver:
         driver = FakeDriver(capability)
-        for name in ("onnxruntime", "openvino", "MNN"):
-            monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.setattr(doctor, "PLAN_BACKENDS", (backend,))
-        monkeypatch.setitem(trt.MODULES, backend, "fake_plans")
+        hide(monkeypatch, "onnxruntime", "openvino", "MNN", "torch")
+        monkeypatch.setattr(engines, "ENGINES", (ENGINES[0], replace(NAMED[backend], library="fake_plans")))
         monkeypatch.setitem(sys.modules, "fake_plans", FakePlans("fake_plans", **how))
         monkeypatch.setattr(cuda, "open_driver", lambda: driver)
         return driver
@@ -194,8 +200,11 @@ def test_where_plans_alone_are_installed_they_work(
     assert run(cli, ["doctor"]) == 0
     out = capsys.readouterr().out
     assert "works: yes" in out
-    assert f"name: {trt.NAMES[backend]} 1.7.1" in out
-    assert "reason: starts on card 0 (Fake 4090, compute capability 8.9); no plan was run" in out
+    assert f"name: {backend}" in out
+    assert (
+        f"reason: {NAMED[backend].title} 1.7.1 starts on card 0 (Fake 4090, compute capability 8.9); no plan was run"
+        in out
+    )
     assert "problems: none" in out  # ONNX Runtime is missed by nobody
     assert driver.closed == 1
 
@@ -216,7 +225,7 @@ def test_plans_without_a_driver_do_not_work(
 
 def test_a_card_the_plans_are_not_for_is_named(plans_alone: Callable[..., FakeDriver]) -> None:
     driver = plans_alone(capability="9.0")
-    (check,) = doctor.diagnose().providers
+    (check,) = doctor.diagnose().engines
     assert not check.usable
     assert "for compute capability 8.6, 8.9, 12.0, here is card 0 (Fake 4090, compute capability 9.0)" in check.reason
     assert driver.closed == 1
@@ -226,18 +235,17 @@ def test_a_card_the_plans_are_not_for_is_named(plans_alone: Callable[..., FakeDr
 
 def test_a_library_of_plans_that_does_not_start_is_not_usable(plans_alone: Callable[..., FakeDriver]) -> None:
     driver = plans_alone(starts=False)
-    (check,) = doctor.diagnose().providers
-    assert (check.name, check.usable) == ("TensorRT-RTX 1.7.1", False)
+    (check,) = doctor.diagnose().engines
+    assert (check.name, check.usable) == ("tensorrt-rtx", False)
     assert check.reason == "it does not start: [runtime] CUDA is older than it must be"
     assert driver.closed == 1
     sys.modules["fake_plans"] = ModuleType("fake_plans")  # without its libraries
-    assert "installed without its libraries" in doctor.diagnose().providers[0].reason
+    assert "installed without its libraries" in doctor.diagnose().engines[0].reason
 
 
 def test_the_real_library_of_plans_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     real = pytest.importorskip("tensorrt_rtx_bindings")
-    monkeypatch.setattr(doctor, "PLAN_BACKENDS", ("tensorrt-rtx",))
-    (check,) = [check for check in doctor.diagnose().providers if check.name.startswith("TensorRT-RTX")]
-    assert check.name == f"TensorRT-RTX {real.__version__}"
+    monkeypatch.setattr(engines, "ENGINES", ENGINES)
+    (check,) = [check for check in doctor.diagnose().engines if check.name == "tensorrt-rtx"]
     assert check.usable or "NVIDIA" in check.reason
-    assert {"8.6", "8.9", "12.0"} <= set(trt.served_capabilities(real))
+    assert {"8.6", "8.9", "12.0"} <= set(served_capabilities(real))

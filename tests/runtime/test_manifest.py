@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ def bundle(tmp_path):
         schema_version=SCHEMA_VERSION,
         name="bottle",
         settings=paper_settings((8, 8)),
+        precision="fp32",
         network={"base": 32, "multipliers": [1, 2]},
         schedule=NoiseSchedule.linear(),
         prediction="eps",
@@ -46,6 +48,7 @@ def bundle(tmp_path):
         calibrations={"default": CALIBRATION},
         files=hash_files(folder),
         graphs={"score": GraphEntry("score.onnx")},
+        plans=(),
         versions={"mdps": "0.1.0"},
         parity={"worst": 1e-6},
         checkpoint=CheckpointEntry("bottle.pt", "0" * 64),
@@ -138,7 +141,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 5.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 6.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -197,61 +200,63 @@ def test_older_versions_migrate_step_by_step():
         migrate({"schema_version": 0}, "m", table, 3)
 
 
-def test_a_bundle_of_the_first_schema_means_what_it_meant(bundle):
-    """Before noise, starts and resampling were settings: Gaussian, from the observation, each step once."""
+PLAN = {
+    "role": "score", "file": "score.onnx", "engine": "tensorrt", "version": "10", "compute_capabilities": ["8.9"],
+    "precision": "fp32", "graph": "score.onnx", "key": "k", "batch": [1, 1, 8], "samples": None, "types": {},
+    "inspected": "network",
+}  # fmt: skip
+
+
+def of_schema_4(obj):
+    """The precision stood among the notes on the network, the plans in the parity report, their engine as `backend`."""
+    obj["schema_version"] = 4
+    obj["network"]["precision"] = obj.pop("precision")
+    plans = [dict(plan, backend=plan["engine"]) for plan in obj.pop("plans")]
+    obj["parity"]["plans"] = [{key: value for key, value in plan.items() if key != "engine"} for plan in plans]
+
+
+def test_a_bundle_of_the_schema_before_means_what_it_meant(bundle):
+    spoil(bundle, lambda obj: obj.update(precision="fp16", plans=[PLAN]))
     now = Manifest.read(bundle)
-
-    def age(obj):
-        obj["schema_version"] = 1
-        del obj["settings"]["sampler"]["noise"], obj["settings"]["sampler"]["early_exit"]
-        del obj["calibrations"]["default"]["first_quantiles"], obj["calibrations"]["default"]["arithmetic"]
-        for one in ("first_pass", "masked_pass"):
-            for key in ("start", "resamples"):
-                del obj["settings"]["sampler"][one][key]
-
-    spoil(bundle, age)
+    assert (now.precision, [plan.engine for plan in now.plans]) == ("fp16", ["tensorrt"])
+    spoil(bundle, of_schema_4)
     assert Manifest.read(bundle) == now
-    spoil(bundle, lambda obj: obj["settings"]["sampler"].update(masked_pass=None))
-    assert Manifest.read(bundle).settings.sampler.masked_pass is None
+    spoil(bundle, lambda obj: (obj["network"].pop("precision"), obj["parity"].pop("plans")))
+    assert (Manifest.read(bundle).precision, Manifest.read(bundle).plans) == ("fp32", ())
 
 
-@pytest.mark.parametrize("sampler", [None, 3, [], {"first_pass": 1}, {}])
-def test_a_damaged_bundle_of_the_first_schema_is_a_sentence(bundle, sampler):
-    spoil(bundle, lambda obj: obj.update(schema_version=1, settings=obj["settings"] | {"sampler": sampler}))
-    with pytest.raises(BundleError, match="sampler"):
+@pytest.mark.parametrize(
+    ("where", "value", "sentence"),
+    [
+        ("network", {"precision": "fp8"}, "precision should be one of fp32"),
+        ("network", None, "network should be"),
+        ("parity", [], "parity should be"),
+        ("parity", {"plans": 3}, "plans should be"),
+        ("parity", {"plans": [3]}, r"plans\[0\]"),
+        ("parity", {"plans": [{"backend": "tensorrt"}]}, r"plans\[0\]"),
+    ],
+)
+def test_a_damaged_bundle_of_the_schema_before_is_a_sentence(bundle, where, value, sentence):
+    spoil(bundle, of_schema_4)
+    spoil(bundle, lambda obj: obj.update({where: value}))
+    with pytest.raises(BundleError, match=sentence):
         Manifest.read(bundle)
 
 
-def test_a_bundle_of_the_second_schema_has_no_early_exit(bundle):
-    now = Manifest.read(bundle)
-
-    def age(obj):
-        obj["schema_version"] = 2
-        del obj["settings"]["sampler"]["early_exit"], obj["calibrations"]["default"]["first_quantiles"]
-        del obj["calibrations"]["default"]["arithmetic"]
-
-    spoil(bundle, age)
-    assert Manifest.read(bundle) == now
-    assert (now.settings.sampler.early_exit, now.calibrations["default"].first_quantiles) == (0, ())
-    for odd in (None, [], {"default": 3}):
-        spoil(bundle, lambda obj, odd=odd: obj.update(schema_version=2, calibrations=odd))
-        with pytest.raises(BundleError, match="calibrations"):
-            Manifest.read(bundle, verify=False)
-        spoil(bundle, lambda obj: obj.update(calibrations={}))
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_bundles_from_before_the_first_release_are_refused_with_what_makes_them_anew(bundle, version):
+    spoil(bundle, lambda obj: obj.update(schema_version=version))
+    command = rf"`mdps export --ckpt bottle\.pt --out {re.escape(str(bundle))} --force`"
+    with pytest.raises(BundleError, match=f"schema version {version}, too old to migrate: run {command}"):
+        Manifest.read(bundle)
+    spoil(bundle, lambda obj: obj.pop("checkpoint"))
+    with pytest.raises(BundleError, match="--ckpt CHECKPOINT --out"):
+        Manifest.read(bundle)
 
 
-def test_a_calibration_of_the_third_schema_is_of_the_bundles_own_arithmetic(bundle):
-    now = Manifest.read(bundle)
-
-    def age(obj):
-        obj["schema_version"] = 3
-        del obj["calibrations"]["default"]["arithmetic"]
-
-    spoil(bundle, age)
-    assert Manifest.read(bundle) == now
-    assert now.calibrations["default"].arithmetic == ""
-    spoil(bundle, lambda obj: obj["calibrations"]["default"].update(arithmetic="fp8"))
-    with pytest.raises(BundleError, match=r"default\.arithmetic should be one of"):
+def test_a_plan_is_among_the_files(bundle):
+    spoil(bundle, lambda obj: obj.update(plans=[PLAN | {"file": "absent.plan"}]))
+    with pytest.raises(BundleError, match=r"the plan 'absent\.plan' is not among the files"):
         Manifest.read(bundle)
 
 

@@ -12,11 +12,11 @@ from mdps.runtime import memory
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.memory import CardSituation, Need, check_room, estimate, remember
+from mdps.runtime.memory import Need, check_room, estimate, measurement_key, remember
 
 GB = 10**9
 CARD = Card(0, "GPU-a", "NVIDIA L4", "8.9", 2 * GB, 24 * GB, "580.1")
-HERE = CardSituation("bundle", "NVIDIA L4", "onnxruntime 1.31 cuda", 8)
+HERE = "a key"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_weights_are_counted_once_a_graph(tiny_bundle):
 
 def test_half_precision_and_fewer_samples_need_less(tiny_bundle):
     manifest = Manifest.read(tiny_bundle)
-    half = replace(manifest, network={**manifest.network, "precision": "fp16"})
+    half = replace(manifest, precision="fp16")
     one = estimate(manifest, ["guided_step"], 1)
     assert estimate(half, ["guided_step"], 1).activations < one.activations
     assert estimate(manifest, ["guided_step"], 8).activations == 8 * one.activations
@@ -96,7 +96,7 @@ def test_a_measurement_replaces_the_estimate(cache):
     remember(HERE, 3 * GB // 2)
     check_room(CARD, need, HERE, "bundle")
     with pytest.raises(BackendError, match=r"needs 3\.6 GB .estimated"):
-        check_room(CARD, need, replace(HERE, samples=16), "bundle")
+        check_room(CARD, need, "another key", "bundle")
     remember(HERE, 5 * GB // 2)
     with pytest.raises(BackendError, match=r"needs 2\.5 GB \(measured on this kind of card, see .*card_memory\.json"):
         check_room(CARD, Need(0, 0, 0), HERE, "bundle")
@@ -110,7 +110,7 @@ def test_a_damaged_measurement_is_none(cache, content):
     cache.write_text(content)
     check_room(CARD, Need(0, GB, 0), HERE, "bundle")
     remember(HERE, GB)
-    assert json.loads(cache.read_text()) == {HERE.key: GB}
+    assert json.loads(cache.read_text()) == {HERE: GB}
 
 
 def test_a_measurement_that_cannot_be_kept_is_no_error(monkeypatch, tmp_path):
@@ -122,17 +122,17 @@ def test_a_measurement_that_cannot_be_kept_is_no_error(monkeypatch, tmp_path):
 
 def test_another_bundle_card_or_engine_is_another_situation(tiny_bundle):
     manifest = Manifest.read(tiny_bundle)
-    one = CardSituation.of(manifest, CARD, "onnxruntime 1.31 cuda", 8)
+    one = measurement_key(manifest, CARD, "onnxruntime 1.31 cuda", 8)
     others = [
-        CardSituation.of(
+        measurement_key(
             replace(manifest, files={**manifest.files, "more": FileEntry("0" * 64, 1)}),
             CARD,
             "onnxruntime 1.31 cuda",
             8,
         ),
-        CardSituation.of(manifest, replace(CARD, name="NVIDIA A2"), "onnxruntime 1.31 cuda", 8),
-        CardSituation.of(manifest, CARD, "onnxruntime 1.32 cuda", 8),
-        CardSituation.of(manifest, CARD, "onnxruntime 1.31 cuda", 16),
+        measurement_key(manifest, replace(CARD, name="NVIDIA A2"), "onnxruntime 1.31 cuda", 8),
+        measurement_key(manifest, CARD, "onnxruntime 1.32 cuda", 8),
+        measurement_key(manifest, CARD, "onnxruntime 1.31 cuda", 16),
     ]
-    assert one == CardSituation.of(manifest, replace(CARD, index=3, free=0), "onnxruntime 1.31 cuda", 8)
-    assert len({one.key, *(other.key for other in others)}) == 5
+    assert one == measurement_key(manifest, replace(CARD, index=3, free=0), "onnxruntime 1.31 cuda", 8)
+    assert len({one, *others}) == 5

@@ -20,17 +20,18 @@ from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import BackendError, Detector, UsageError, choice, load
-from mdps.runtime.choice import BackendWarning, installed
+from mdps.runtime.choice import installed
+from mdps.runtime.engines.interface import open_session
+from mdps.runtime.errors import BackendWarning
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.session import open_session
 from mdps.runtime.threads import available_cpus
 
 pytest.importorskip("MNN")
 
 from mdps.export import mnn as converter
-from mdps.runtime.mnn import WEIGHTS, MnnSession
+from mdps.runtime.engines.mnn import WEIGHTS, MnnSession
 
-TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32), backend="mnn")
+TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32), engine="mnn")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def pictures() -> list[NDArray[np.uint8]]:
 @pytest.fixture(scope="module", params=[1, 3], ids=["N_s=1", "N_s=3"])
 def detectors(bundle: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Detector, Detector]]:
     options: Any = {"samples": request.param, "threads": 1, "warm_up": False, "calibrated": False}
-    with load(bundle, **options) as ort, load(bundle, backend="mnn", **options) as mnn:
+    with load(bundle, **options) as ort, load(bundle, engine="mnn", **options) as mnn:
         yield ort, mnn
 
 
@@ -71,7 +72,7 @@ def test_results_repeat_to_the_bit_in_any_batch(detectors: tuple[Detector, Detec
 def test_onnxruntime_runs_what_mnn_has_no_file_of(detectors: tuple[Detector, Detector]) -> None:
     provenance = detectors[1].provenance
     engines: Any = provenance["engines"]
-    assert provenance["backend"] == "mnn"
+    assert provenance["engine"] == "mnn"
     assert engines.pop("guided_step").startswith("MNN 3")
     assert engines == {"features": "CPUExecutionProvider", "score": "CPUExecutionProvider"}
 
@@ -186,7 +187,7 @@ def test_calls_from_several_threads_do_not_mix(bundle: Path) -> None:
 LOADED = """
 import sys
 print("first")
-from mdps.runtime.mnn import MnnSession
+from mdps.runtime.engines.mnn import MnnSession
 MnnSession(sys.argv[1], 1).close()
 try:
     MnnSession(sys.argv[2], 1)
@@ -207,7 +208,7 @@ def test_what_the_library_prints_does_not_reach_stdout(bundle: Path, tmp_path: P
 MEMORY = """
 import gc, sys
 import numpy as np
-from mdps.runtime.mnn import MnnSession
+from mdps.runtime.engines.mnn import MnnSession
 
 def resident():
     gc.collect()
@@ -245,9 +246,9 @@ def test_closed_sessions_leave_their_memory_to_the_next(bundle: Path) -> None:
 
 
 def test_a_bundle_without_its_files_says_what_to_do(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"has no step graphs for the backend mnn: export it again with --backend mnn"):
-        load(tiny_bundle, backend="mnn", calibrated=False)
-    assert run(cli, ["predict", str(tiny_bundle), "x.png", "--out", "out", "--backend", "mnn"]) == 2
+    with pytest.raises(UsageError, match=r"has no step graphs for the engine mnn: export it again with --engine mnn"):
+        load(tiny_bundle, engine="mnn", calibrated=False)
+    assert run(cli, ["predict", str(tiny_bundle), "x.png", "--out", "out", "--engine", "mnn"]) == 2
     capsys.readouterr()
 
 
@@ -256,14 +257,14 @@ def test_a_bundle_without_its_files_says_what_to_do(tiny_bundle: Path, capsys: p
     [{"precision": "fp16"}, {"guidance_backend": "traced"}, {"compute_capability": ("8.6",)}],
 )
 def test_what_it_cannot_export_is_refused_before_it_starts(change: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--backend"):
+    with pytest.raises(UsageError, match="--engine"):
         replace(TINY, **change)
 
 
 def test_a_missing_library_says_what_to_install(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "MNN", None)
     with pytest.raises(BackendError, match=r'pip install "mdps\[mnn\]"'):
-        load(bundle, backend="mnn", calibrated=False)
+        load(bundle, engine="mnn", calibrated=False)
     with pytest.raises(BackendError, match=r'pip install "mdps\[mnn\]"'):
         converter.check_library()
     assert "mnn" not in installed()
@@ -277,7 +278,7 @@ def test_a_graph_that_does_not_convert_is_a_sentence(tmp_path: Path) -> None:
     graph = helper.make_graph([node], "g", *ends, [scale])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     with pytest.raises(BackendError, match=r"MNN does not convert g: \w"):
-        converter.write_mnn(model, tmp_path / "g.mnn")
+        converter.write(model, tmp_path / "g.mnn")
 
 
 # The choice
@@ -295,8 +296,8 @@ def test_auto_measures_it_too_where_the_bundle_has_its_files(
 
     monkeypatch.setattr(choice, "measure", measure)
     for folder in (bundle, tiny_bundle):
-        with load(folder, backend="auto", calibrated=False, threads=1, warm_up=False) as detector:
-            assert detector.provenance["backend"] == measured[-1][-1]
+        with load(folder, engine="auto", calibrated=False, threads=1, warm_up=False) as detector:
+            assert detector.provenance["engine"] == measured[-1][-1]
     assert "mnn" in measured[0]
     assert "mnn" not in measured[1]
 
@@ -306,6 +307,6 @@ def test_auto_opens_the_files_of_each(bundle: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(choice, "MEASURED_SECONDS", 0.05)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *args, **_: pytest.fail(str(args[0])) if BackendWarning in args else None)
-        load(bundle, backend="auto", calibrated=False, threads=1, warm_up=False).close()
-    (entry,) = json.loads((tmp_path / "backends.json").read_text()).values()
+        load(bundle, engine="auto", calibrated=False, threads=1, warm_up=False).close()
+    (entry,) = json.loads((tmp_path / "engines.json").read_text()).values()
     assert set(entry["step_ms"]) == set(installed())

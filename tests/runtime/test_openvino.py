@@ -23,11 +23,12 @@ from mdps.benchmarks.judges import BundleJudge
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, calibrate, load
-from mdps.runtime.doctor import ProviderCheck, diagnose
-from mdps.runtime.loading import choose_backend
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.doctor import diagnose
+from mdps.runtime.engines.interface import Check, open_session
+from mdps.runtime.engines.openvino import COMPILED_AT_ONCE, OpenVinoSession, has_bfloat16
+from mdps.runtime.loading import choose_engine
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
-from mdps.runtime.openvino import COMPILED_AT_ONCE, OpenVinoSession, has_bfloat16
-from mdps.runtime.session import open_session
 from mdps.runtime.threads import available_cpus
 
 library = pytest.importorskip("openvino")
@@ -70,7 +71,7 @@ def feeds(count: int = 2, level: float = 1) -> dict[str, NDArray[np.float32]]:
 
 
 def test_a_graph_with_external_weights_runs(graph: Path) -> None:
-    session = open_session(graph, threads=1, backend="openvino")
+    session = open_session(graph, threads=1, engine="openvino")
     assert (session.inputs, session.outputs) == (("x", "s", "unused"), ("y", "xs", "same"))
     assert session.provider.startswith("OpenVINO 20")
     found = session.run(feeds())
@@ -158,7 +159,7 @@ def test_a_failure_of_the_engine_is_a_sentence(graph: Path) -> None:
 def test_a_missing_library_says_what_to_install(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(BackendError, match=r'pip install "mdps\[openvino\]"'):
-        open_session(graph, backend="openvino")
+        open_session(graph, engine="openvino")
 
 
 def test_each_set_of_shapes_is_compiled_once_and_the_last_used_are_kept(graph: Path) -> None:
@@ -205,10 +206,10 @@ def test_in_bfloat16_the_factors_of_a_product_are_rounded_and_its_sum_is_not(tmp
 
 
 def test_without_bfloat16_in_the_processor_it_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdps.runtime.openvino.has_bfloat16", lambda core: False)
-    with pytest.raises(BackendError, match=r"computes no bfloat16 .*: choose --backend openvino$"):
-        open_session(graph, threads=1, backend="openvino-bf16")
-    open_session(graph, threads=1, backend="openvino").close()
+    monkeypatch.setattr("mdps.runtime.engines.openvino.has_bfloat16", lambda core: False)
+    with pytest.raises(BackendError, match=r"computes no bfloat16 .*: choose --engine openvino$"):
+        open_session(graph, threads=1, engine="openvino-bf16")
+    open_session(graph, threads=1, engine="openvino").close()
 
 
 def test_calls_from_several_threads_do_not_mix(graph: Path) -> None:
@@ -228,7 +229,7 @@ def test_calls_from_several_threads_do_not_mix(graph: Path) -> None:
 MEMORY = """
 import gc, sys
 import numpy as np
-from mdps.runtime.openvino import OpenVinoSession
+from mdps.runtime.engines.openvino import OpenVinoSession
 
 def resident():
     gc.collect()
@@ -307,7 +308,7 @@ def bundle(tiny_bundle: Path, pictures: list[Any], tmp_path_factory: pytest.Temp
 def detectors(bundle: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Detector, Detector]]:
     product, samples = request.param
     options = {"product": product, "samples": samples, "threads": 1, "warm_up": False}
-    with load(bundle, **options) as ort, load(bundle, backend="openvino", **options) as openvino:
+    with load(bundle, **options) as ort, load(bundle, engine="openvino", **options) as openvino:
         yield ort, openvino
 
 
@@ -337,7 +338,7 @@ def test_both_passes_agree(detectors: tuple[Detector, Detector], pictures: list[
 
 def test_the_detector_says_what_computes(detectors: tuple[Detector, Detector]) -> None:
     ort, openvino = (detector.provenance for detector in detectors)
-    assert (ort["backend"], openvino["backend"]) == ("onnxruntime", "openvino")
+    assert (ort["engine"], openvino["engine"]) == ("onnxruntime", "openvino")
     assert set(ort["engines"].values()) == {"CPUExecutionProvider"}
     assert all(engine.startswith("OpenVINO") for engine in openvino["engines"].values())
     assert set(openvino["engines"]) == {"guided_step", "features", "score"}
@@ -360,16 +361,16 @@ def test_a_backend_takes_its_own_form_of_a_graph(bundle: Path, tmp_path: Path) -
 
 
 def step_file(folder: Path, backend: str) -> str:
-    with load(folder, backend=backend, threads=1, warm_up=False) as detector:
-        return str(detector._pipeline.steps.guided.session._path.name)
+    with load(folder, engine=backend, threads=1, warm_up=False) as detector:
+        return str(detector._pipeline.graphs.guided.session._path.name)
 
 
 def test_scores_in_other_arithmetic_need_a_calibration_of_their_own(bundle: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(bundle, folder)
-    command = "run `mdps calibrate .* GOOD_FOLDER --backend openvino-bf16`$"
+    command = "run `mdps calibrate .* GOOD_FOLDER --engine openvino-bf16`$"
     with pytest.raises(CalibrationError, match=f"calibrated with steps in fp32, not bf16.*: {command}"):
-        load(folder, backend="openvino-bf16", threads=1)
+        load(folder, engine="openvino-bf16", threads=1)
     with BundleJudge(folder, threads=1) as judge:
         assert judge.threshold is not None
     manifest = Manifest.read(folder)
@@ -377,7 +378,7 @@ def test_scores_in_other_arithmetic_need_a_calibration_of_their_own(bundle: Path
     manifest.with_calibration("default", half).write(folder)
     for backend in ("onnxruntime", "openvino"):
         with pytest.raises(CalibrationError, match="calibrated with steps in bf16, not fp32, so its threshold"):
-            load(folder, backend=backend, threads=1)
+            load(folder, engine=backend, threads=1)
     with BundleJudge(folder, threads=1) as judge:
         assert judge.threshold is None
         assert "in other arithmetic" in judge.notes[0]
@@ -390,7 +391,7 @@ def test_a_bundle_in_bfloat16_computes_its_steps_in_it_and_nothing_else(
     folder = tmp_path / "bundle"
     shutil.copytree(bundle, folder)
     options: dict[str, Any] = {"threads": 1, "warm_up": False}
-    with load(folder, backend="openvino-bf16", calibrated=False, **options) as detector:
+    with load(folder, engine="openvino-bf16", calibrated=False, **options) as detector:
         engines = detector.provenance["engines"]
         assert isinstance(engines, dict)
         reduced = {role: engine.endswith(" in bf16") for role, engine in engines.items()}
@@ -398,7 +399,7 @@ def test_a_bundle_in_bfloat16_computes_its_steps_in_it_and_nothing_else(
         calibration = calibrate(detector, pictures, false_alarm_rate=0.4)
     assert calibration.arithmetic == "bf16"
     Manifest.read(folder).with_calibration("default", calibration).write(folder)
-    with load(folder, backend="openvino-bf16", **options) as ours, load(bundle, **options) as exact:
+    with load(folder, engine="openvino-bf16", **options) as ours, load(bundle, **options) as exact:
         found, expected = ours.batch(pictures), exact.batch(pictures)
         alone = ours(pictures[1])
     np.testing.assert_array_equal(alone.anomaly_map, found[1].anomaly_map)
@@ -409,17 +410,18 @@ def test_a_bundle_in_bfloat16_computes_its_steps_in_it_and_nothing_else(
 
 
 def test_torch_computes_in_float32_whatever_the_backend(bundle: Path) -> None:
-    manifest = replace(Manifest.read(bundle), guidance_backend="traced")
+    opened = Bundle.read(bundle)
+    traced = replace(opened, manifest=replace(opened.manifest, guidance_backend="traced"))
     with pytest.raises(UsageError, match="guides in torch, which computes in float32"):
-        choose_backend(bundle, manifest, manifest.settings, backend="openvino-bf16")
+        choose_engine(traced, LoadOptions(engine="openvino-bf16"))
 
 
 def test_what_is_in_half_precision_is_not_reduced_again(bundle: Path) -> None:
-    manifest = Manifest.read(bundle)
-    half = replace(manifest, network={**manifest.network, "precision": "fp16"})
-    with pytest.raises(UsageError, match="is in fp16 already: choose another backend"):
-        choose_backend(bundle, half, half.settings, backend="openvino-bf16")
-    assert choose_backend(bundle, half, half.settings, backend="openvino") == "openvino"
+    opened = Bundle.read(bundle)
+    half = replace(opened, manifest=replace(opened.manifest, precision="fp16"))
+    with pytest.raises(UsageError, match="is in fp16 already: choose another engine"):
+        choose_engine(half, LoadOptions(engine="openvino-bf16"))
+    assert choose_engine(half, LoadOptions(engine="openvino")).name == "openvino"
 
 
 def test_the_command_line_takes_the_backend(
@@ -429,7 +431,7 @@ def test_the_command_line_takes_the_backend(
     rows = []
     for backend in ("onnxruntime", "openvino"):
         out = tmp_path / backend
-        options = ["--out", str(out), "--json", "--threads", "1", "--backend", backend]
+        options = ["--out", str(out), "--json", "--threads", "1", "--engine", backend]
         assert run(cli, ["predict", str(bundle), str(tmp_path / "part.png"), *options]) == 0
         rows.append(json.loads(capsys.readouterr().out))
         assert f"{backend}" in (out / "report.html").read_text()
@@ -443,23 +445,22 @@ def test_calibrating_hands_the_backend_on(
     Image.fromarray(pictures[0]).save(tmp_path / "part.png")
     asked: list[str] = []
 
-    def refuse(path: Path, *, backend: str, **_: Any) -> Detector:
-        asked.append(backend)
+    def refuse(path: Path, options: LoadOptions) -> Detector:
+        asked.append(options.engine)
         raise UsageError("enough")
 
     monkeypatch.setattr("mdps.serving.run.load", refuse)
-    assert run(cli, ["calibrate", str(bundle), str(tmp_path), "--backend", "openvino"]) == 2
+    assert run(cli, ["calibrate", str(bundle), str(tmp_path), "--engine", "openvino"]) == 2
     assert asked == ["openvino"]
 
 
 def test_the_doctor_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino
 
-    assert ProviderCheck("OpenVINO on CPU", True) in diagnose().providers
-    half = ProviderCheck("OpenVINO on CPU in bf16 (--backend openvino-bf16)", True)
-    assert (half in diagnose().providers) == has_bfloat16(openvino.Core())
+    assert Check("openvino", True) in diagnose().engines
+    assert (Check("openvino-bf16", True) in diagnose().engines) == has_bfloat16(openvino.Core())
     assert "openvino" in diagnose().versions
     monkeypatch.setattr(openvino, "Core", lambda: (_ for _ in ()).throw(RuntimeError("no plugin\nCPU is absent")))
-    assert ProviderCheck("OpenVINO on CPU", False, "CPU is absent") in diagnose().providers
+    assert Check("openvino", False, "no plugin: CPU is absent") in diagnose().engines
     monkeypatch.setitem(sys.modules, "openvino", None)
-    assert not [check for check in diagnose().providers if "OpenVINO on" in check.name]
+    assert not [check for check in diagnose().engines if "openvino" in check.name]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mdps.runtime.choice import BackendWarning
-from mdps.runtime.errors import BackendError
-from mdps.runtime.ort import OnCard, OrtSession
+from mdps.runtime.engines import named
+from mdps.runtime.engines.onnxruntime import CardOptions, OrtSession
+from mdps.runtime.errors import BackendError, BackendWarning
 
-NAMES = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+CUDA, TENSORRT = named("onnxruntime-cuda"), named("onnxruntime-tensorrt")
 
 
 class FakeValue:
@@ -88,7 +88,7 @@ class FakeLibrary:
         self.InferenceSession = Session
 
     def get_available_providers(self):
-        return [*NAMES.values(), "CPUExecutionProvider"]
+        return [CUDA.provider, TENSORRT.provider, "CPUExecutionProvider"]
 
     def RunOptions(self):  # noqa: N802 - the library's name
         entries = {}
@@ -119,7 +119,7 @@ def graph(tmp_path):
 
 def test_what_cuda_is_told(install, graph):
     library = install()
-    OrtSession(graph, "cuda", 1, OnCard(ordinal=2, graph=True, stream=4711))
+    OrtSession(graph, CUDA, 1, CardOptions(ordinal=2, recorded=True, stream=4711))
     assert library.providers == ["CUDAExecutionProvider"]
     assert library.options == [
         {
@@ -132,7 +132,7 @@ def test_what_cuda_is_told(install, graph):
             "enable_cuda_graph": "1",
         }
     ]
-    OrtSession(graph, "cuda", 1)
+    OrtSession(graph, CUDA, 1)
     assert library.options[0]["enable_cuda_graph"] == "0"
     assert library.options[0]["device_id"] == "0"
     assert "user_compute_stream" not in library.options[0]
@@ -141,13 +141,13 @@ def test_what_cuda_is_told(install, graph):
 @pytest.mark.parametrize(("precision", "fp16", "bf16"), [("fp32", "0", None), ("fp16", "1", None), ("bf16", "0", "1")])
 def test_what_tensorrt_is_told_of_each_precision(install, graph, tmp_path, precision, fp16, bf16):
     library, cache = install(), tmp_path / "kept" / "engines"
-    OrtSession(graph, "tensorrt", 1, OnCard(precision=precision, cache=cache))
+    OrtSession(graph, TENSORRT, 1, CardOptions(precision=precision, cache=cache))
     (options,) = library.options
     assert (options["trt_fp16_enable"], options.get("trt_bf16_enable")) == (fp16, bf16)
     assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"] == str(cache)
     assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "1"
     assert cache.is_dir()
-    OrtSession(graph, "tensorrt", 1)
+    OrtSession(graph, TENSORRT, 1)
     assert not [name for name in library.options[0] if "cache" in name]
 
 
@@ -155,46 +155,46 @@ def test_tensorrts_tf32_is_said(install, graph, monkeypatch):
     install()
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
     with pytest.warns(BackendWarning, match="NVIDIA_TF32_OVERRIDE=0 before this program starts"):
-        OrtSession(graph, "tensorrt", 1)
+        OrtSession(graph, TENSORRT, 1)
 
 
 def test_a_cache_that_cannot_be_written_is_a_sentence(install, graph):
     install()
     with pytest.raises(BackendError, match="engines cannot be kept in"):
-        OrtSession(graph, "tensorrt", 1, OnCard(cache=graph / "inside a file"))
+        OrtSession(graph, TENSORRT, 1, CardOptions(cache=graph / "inside a file"))
 
 
-@pytest.mark.parametrize("provider", NAMES)
-def test_nodes_that_silently_went_to_the_cpu_are_an_error(install, graph, provider):
+@pytest.mark.parametrize("engine", [CUDA, TENSORRT], ids=lambda engine: engine.name)
+def test_nodes_that_silently_went_to_the_cpu_are_an_error(install, graph, engine):
     library = install(strays=["Conv", "Shape", "Conv", "Concat", "Resize"])
-    with pytest.raises(BackendError, match=rf"{NAMES[provider]} .*leave 3 nodes of .*onnx to the CPU \(Conv, Resize\)"):
-        OrtSession(graph, provider, 1)
+    with pytest.raises(BackendError, match=rf"{engine.provider} .*leave 3 nodes of .*onnx to the CPU \(Conv, Resize\)"):
+        OrtSession(graph, engine, 1)
     assert library.entries["session.record_ep_graph_assignment_info"] == "1"
 
 
 def test_lengths_of_axes_may_stay_on_the_cpu(install, graph):
     install(strays=["Shape", "Gather", "Concat"])
-    assert OrtSession(graph, "cuda", 1).provider == "CUDAExecutionProvider"
+    assert OrtSession(graph, CUDA, 1).provider == "CUDAExecutionProvider"
 
 
 def test_a_library_that_does_not_tell_is_forbidden_to_fall_back(install, graph):
     library = install(tells=False)
-    OrtSession(graph, "cuda", 1)
+    OrtSession(graph, CUDA, 1)
     assert library.entries["session.disable_cpu_ep_fallback"] == "1"
     install(tells=False, strays=["Conv"])
     with pytest.raises(BackendError, match=r"cannot be loaded on CUDAExecutionProvider: .*nodes on CPU EP"):
-        OrtSession(graph, "cuda", 1)
+        OrtSession(graph, CUDA, 1)
 
 
 def test_a_session_that_runs_elsewhere_altogether_is_an_error(install, graph):
     install(active="CPUExecutionProvider")
     with pytest.raises(BackendError, match=r"was asked for but .* would run on CPUExecutionProvider"):
-        OrtSession(graph, "tensorrt", 1)
+        OrtSession(graph, TENSORRT, 1)
 
 
 def test_what_is_given_once_goes_to_the_card_once(install, graph):
     library = install()
-    session = OrtSession(graph, "cuda", 1, OnCard(ordinal=1))
+    session = OrtSession(graph, CUDA, 1, CardOptions(ordinal=1))
     x, y = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
     bound = session.bind({"observation": x})
     bound.run({"x": x}, {"y": y})
@@ -205,8 +205,8 @@ def test_what_is_given_once_goes_to_the_card_once(install, graph):
 
 def test_on_the_callers_stream_a_run_waits_for_nothing_and_has_its_graph(install, graph):
     library, waits_not = install(), {"disable_synchronize_execution_providers": "1"}
-    for card in (OnCard(stream=7, graph=True), OnCard(stream=7), OnCard()):
-        session = OrtSession(graph, "cuda", 1, card)
+    for card in (CardOptions(stream=7, recorded=True), CardOptions(stream=7), CardOptions()):
+        session = OrtSession(graph, CUDA, 1, card)
         session.run_bound(session.binding(), 3)
     assert library.calls == [waits_not | {"gpu_graph_id": "3"}, waits_not, "run"]
 

@@ -14,14 +14,19 @@ import pytest
 import torch
 
 from mdps.runtime import load
-from mdps.runtime.device.seam import Buffer, Card
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cards import Card
+from mdps.runtime.device.seam import Buffer
+from mdps.runtime.engines import named
+from mdps.runtime.engines.interface import GraphFile
+from mdps.runtime.engines.onnxruntime import CardOptions, OrtSession
+from mdps.runtime.engines.onnxruntime_card import OrtEngine, can_stay, open_on_card
+from mdps.runtime.engines.torch import TracedEngine, TracedSession
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.ort import OnCard, OrtSession
-from mdps.runtime.ort_card import OrtEngine, can_stay, open_on_card, role_card
-from mdps.runtime.traced import TracedEngine, TracedSession
 
 torch.set_num_threads(1)
+CPU = named("onnxruntime")
 
 
 class HostDriver:
@@ -30,7 +35,7 @@ class HostDriver:
     captures = False
 
     def __init__(self):
-        self.card = Card(0, "none", "0.0")
+        self.card = Card(ordinal=0, name="none", compute_capability="0.0")
         self.blocks, self.asked, self.closed = [], [], False
 
     @contextmanager
@@ -86,11 +91,11 @@ class HostDriver:
 def traced_bundle(small_checkpoint, tmp_path_factory):
     """Return a `tiny_bundle` with its guided step a torch program, its masked pass without guidance."""
     from mdps.export import ExportOptions, export_bundle
-    from mdps.models.checkpoints import LoadOptions
+    from mdps.models.checkpoints import LoadOptions as CheckpointOptions
 
     options = ExportOptions(
-        backbone="random_tiny", noise_level=198, steps=2, load=LoadOptions(image_size=32), guidance_backend="traced",
-        masked_guidance_scale=0.0,
+        backbone="random_tiny", noise_level=198, steps=2, load=CheckpointOptions(image_size=32),
+        guidance_backend="traced", masked_guidance_scale=0.0,
     )  # fmt: skip
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("traced") / "bundle", options)
 
@@ -101,9 +106,8 @@ def observations(count):
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_the_loop_gives_what_the_hosts_loop_gives(tiny_bundle, samples):
-    manifest = Manifest.read(tiny_bundle)
-    settings = replace(manifest.settings, sampler=replace(manifest.settings.sampler, samples=samples))
-    pipeline = open_on_card(tiny_bundle, manifest, settings, HostDriver(), provider="cpu", threads=1, max_batch=4)
+    bundle = Bundle.read(tiny_bundle, LoadOptions(samples=samples))
+    pipeline = open_on_card(CPU, bundle, LoadOptions(threads=1, max_batch=4), HostDriver())
     found = pipeline.inspect(observations(3), (0.0, 1.0))
     with load(tiny_bundle, threads=1, samples=samples, calibrated=False, warm_up=False) as detector:
         expected = detector.inspect(observations(3), mask_range=(0.0, 1.0))
@@ -113,8 +117,8 @@ def test_the_loop_gives_what_the_hosts_loop_gives(tiny_bundle, samples):
 
 
 def test_nothing_crosses_between_images_going_up_and_results_coming_down(tiny_bundle):
-    manifest, driver = Manifest.read(tiny_bundle), HostDriver()
-    pipeline = open_on_card(tiny_bundle, manifest, manifest.settings, driver, provider="cpu", threads=1)
+    driver = HostDriver()
+    pipeline = open_on_card(CPU, Bundle.read(tiny_bundle), LoadOptions(threads=1), driver)
     pipeline.inspect(observations(1), (0.0, 1.0))
     driver.asked.clear()
     pipeline.inspect(observations(1), (0.0, 1.0))
@@ -125,8 +129,7 @@ def test_nothing_crosses_between_images_going_up_and_results_coming_down(tiny_bu
 
 
 def test_torch_and_the_engine_share_the_loop(traced_bundle):
-    manifest = Manifest.read(traced_bundle)
-    pipeline = open_on_card(traced_bundle, manifest, manifest.settings, HostDriver(), provider="cpu", threads=1)
+    pipeline = open_on_card(CPU, Bundle.read(traced_bundle), LoadOptions(threads=1), HostDriver())
     assert pipeline.engines["guided_step"].startswith("torch")
     assert pipeline.engines["plain_step"] == "CPUExecutionProvider"
     found = pipeline.inspect(observations(2), (0.0, 1.0))
@@ -185,7 +188,7 @@ def test_a_compiled_network_gives_the_same_gradient(traced_bundle):
 
 
 def test_buffers_that_do_not_fit_are_named(tiny_bundle, traced_bundle):
-    engine = OrtEngine(OrtSession(tiny_bundle / "plain_step.onnx", "cpu", 1))
+    engine = OrtEngine(OrtSession(tiny_bundle / "plain_step.onnx", CPU, 1))
     with pytest.raises(BackendError, match=r"takes 'x_t' as .* not None"):
         engine.bind({})
     with pytest.raises(BackendError, match=r"takes 'x_t' as \[None, 3, 32, 32\], not \(1, 3, 16, 16\)"):
@@ -199,7 +202,7 @@ def test_what_fails_half_way_closes_the_card(tiny_bundle):
     manifest, driver = Manifest.read(tiny_bundle), HostDriver()
     broken = replace(manifest, graphs={name: entry for name, entry in manifest.graphs.items() if name != "score"})
     with pytest.raises(UsageError, match="names no graph 'score'"):
-        open_on_card(tiny_bundle, broken, manifest.settings, driver, provider="cpu", threads=1)
+        open_on_card(CPU, Bundle(tiny_bundle, broken, manifest.settings), LoadOptions(threads=1), driver)
     assert driver.closed
 
 
@@ -216,12 +219,17 @@ def test_settings_that_need_the_host_between_steps(tiny_bundle):
 
 def test_only_steps_are_in_the_denoisers_precision_and_engines_are_kept_by_weights(tiny_bundle, monkeypatch, tmp_path):
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path))
-    manifest = Manifest.read(tiny_bundle)
-    half = replace(manifest, network={**manifest.network, "precision": "fp16"})
-    step, score = (role_card(half, role, 1, stream=5, graph=True) for role in ("guided_step", "score"))
+    bundle = Bundle.read(tiny_bundle)
+
+    def options(role, **changes):
+        changed = replace(bundle, manifest=replace(bundle.manifest, precision="fp16", **changes))
+        graph = GraphFile(tiny_bundle / "any", role, changed, Card(ordinal=1))
+        return CardOptions.of(graph, stream=5, recorded=True)
+
+    step, score = options("guided_step"), options("score")
     assert (step.precision, score.precision) == ("fp16", "fp32")
-    assert (step.ordinal, step.stream, step.graph) == (1, 5, True)
-    assert step.cache.parent == score.cache.parent != role_card(replace(half, files={}, graphs={}), "score", 1).cache
+    assert (step.ordinal, step.stream, step.recorded) == (1, 5, True)
+    assert step.cache.parent == score.cache.parent != options("score", files={}, graphs={}).cache
     assert step.cache != score.cache
 
 
@@ -229,7 +237,7 @@ class FakeCudaSession:
     """An OrtSession on CUDA as far as `OrtEngine` uses one; notes what is bound where and which graph is run."""
 
     name, provider = "step.onnx", "CUDAExecutionProvider"
-    card = OnCard(ordinal=1, graph=True, stream=7)
+    card = CardOptions(ordinal=1, recorded=True, stream=7)
 
     def __init__(self):
         from mdps.runtime.session import Port

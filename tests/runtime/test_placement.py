@@ -1,6 +1,7 @@
 """A bundle's card is chosen and has room before anything is opened: FakeCards and a fake CUDA stand in for both."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ from mdps.benchmarks.bench.run import where
 from mdps.cli import cli
 from mdps.runtime import cards as cards_module
 from mdps.runtime import load, memory, placement
-from mdps.runtime.cards import Card, Place
-from mdps.runtime.choice import BackendWarning
-from mdps.runtime.errors import BackendError, UsageError
-from mdps.runtime.manifest import Manifest
-from mdps.runtime.placement import BundleCard, on_card, place
-from mdps.runtime.plans import KEY
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cards import Card
+from mdps.runtime.engines import ENGINES, named
+from mdps.runtime.errors import BackendError, BackendWarning, UsageError
+from mdps.runtime.loading import open_pipeline
+from mdps.runtime.placement import Placement, place
+from mdps.runtime.plans import PlanEntry
 
 GB = 10**9
 
@@ -37,9 +39,9 @@ class FakeCards:
     def choose(self, device):
         self.asked.append(device)
         if device is None:
-            return Place(0, self.rows[-1])
+            return replace(self.rows[-1], ordinal=0)
         card = cards_module.find(device, self.rows)
-        return Place(len(self.rows) - 1 - card.index, card)
+        return replace(card, ordinal=len(self.rows) - 1 - card.index)
 
     def take(self, amount):
         self.rows = tuple(replace(card, free=card.free - amount) for card in self.rows)
@@ -58,26 +60,21 @@ def machine(monkeypatch, tmp_path):
     return machine
 
 
-def placed(bundle, **how):
-    manifest = Manifest.read(bundle)
-    usual = {"backend": "onnxruntime", "provider": "cuda", "device": None, "max_batch": 8}
-    return place(bundle, manifest, manifest.settings, **usual | how)
+def placed(bundle, engine="onnxruntime-cuda", **how):
+    return place(Bundle.read(bundle), LoadOptions(engine=engine, **how), named(engine))
 
 
 def test_who_computes_on_a_card():
-    assert on_card("onnxruntime", "cuda")
-    assert on_card("onnxruntime", "tensorrt")
-    assert on_card("tensorrt-rtx", "cpu")
-    assert not on_card("onnxruntime", "cpu")
-    assert not on_card("openvino", "cpu")
+    found = {engine.name for engine in ENGINES if engine.on_card}
+    assert found == {"tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "onnxruntime-tensorrt"}
 
 
 def test_the_card_is_the_one_asked_for(tiny_bundle, machine):
     fake = machine(20 * GB, 20 * GB)
-    assert placed(tiny_bundle, device="0").ordinal == 1
-    assert placed(tiny_bundle, device="GPU-1").ordinal == 0
+    assert placed(tiny_bundle, device="0").card.ordinal == 1
+    assert placed(tiny_bundle, device="GPU-1").card.ordinal == 0
     assert placed(tiny_bundle).card.index == 1
-    assert placed(tiny_bundle, backend="tensorrt", provider="cpu").card.index == 1
+    assert placed(tiny_bundle, "tensorrt").card.index == 1
     assert fake.asked == ["0", "GPU-1", None, None]
     with pytest.raises(UsageError, match="no card '7'"):
         placed(tiny_bundle, device="7")
@@ -85,66 +82,69 @@ def test_the_card_is_the_one_asked_for(tiny_bundle, machine):
 
 def test_a_card_for_what_computes_on_none_is_an_error(tiny_bundle, machine):
     fake = machine(20 * GB)
-    assert placed(tiny_bundle, provider="cpu") == BundleCard()
-    with pytest.raises(UsageError, match="the card '0' was given, but onnxruntime on cpu computes on none"):
-        placed(tiny_bundle, provider="cpu", device="0")
+    assert placed(tiny_bundle, "onnxruntime") is None
+    with pytest.raises(UsageError, match="the card '0' was given, but the engine onnxruntime computes on none"):
+        placed(tiny_bundle, "onnxruntime", device="0")
     assert fake.asked == []
 
 
 def test_loading_is_refused_before_anything_is_opened(tiny_bundle, machine, monkeypatch):
-    from mdps.runtime import loading
-
     machine(GB // 2, 20 * GB)
-    monkeypatch.setattr(loading, "open_inspector", lambda *_, **__: pytest.fail("opened"))
-    for how in ({"provider": "cuda"}, {"backend": "tensorrt-rtx"}):
+    monkeypatch.setattr("mdps.runtime.loading.card_module_of", lambda _: pytest.fail("opened"))
+    for engine in ("onnxruntime-cuda", "tensorrt-rtx"):
         with pytest.raises(BackendError, match=r"needs 0\.6 GB .*card 0 \(NVIDIA L4\) has 0\.5 free .*choose card 1"):
-            load(tiny_bundle, calibrated=False, device=0, **how)
+            load(tiny_bundle, calibrated=False, device=0, engine=engine)
 
 
 def test_loading_opens_on_the_card_and_keeps_what_it_took(tiny_bundle, machine, monkeypatch):
-    from mdps.runtime import loading
+    fake, opened = machine(20 * GB, 20 * GB), {}
 
-    fake, opened, real = machine(20 * GB, 20 * GB), {}, loading.open_inspector
+    class Here:
+        @staticmethod
+        def open_bundle(engine, bundle, options, card):
+            opened.update(ordinal=card.ordinal, engine=engine.name)
+            fake.take(3 * GB)  # what the engines would take
+            return open_pipeline(bundle, ExitStack(), threads=1)
 
-    def open_here(*given, ordinal, provider, **how):
-        opened.update(ordinal=ordinal, provider=provider)
-        fake.take(3 * GB)  # what the engines would take
-        return real(*given, **how)
-
-    monkeypatch.setattr(loading, "open_inspector", open_here)
-    load(tiny_bundle, provider="cuda", device="0", threads=1, calibrated=False).close()
-    assert opened == {"ordinal": 1, "provider": "cuda"}
+    monkeypatch.setattr("mdps.runtime.loading.card_module_of", lambda _: Here)
+    how = {"engine": "onnxruntime-cuda", "device": "0", "threads": 1, "calibrated": False}
+    load(tiny_bundle, **how).close()
+    assert opened == {"ordinal": 1, "engine": "onnxruntime-cuda"}
     assert list(json.loads(memory._file().read_text()).values()) == [3 * GB]
     machine(2 * GB, GB)
     with pytest.raises(BackendError, match=r"needs 3\.0 GB \(measured on this kind of card"):
-        load(tiny_bundle, provider="cuda", device="0", threads=1, calibrated=False)
+        load(tiny_bundle, **how)
 
 
 def test_a_whole_batch_that_may_not_fit_is_a_warning(tiny_bundle, machine):
     machine(int(0.9 * GB))
     with pytest.warns(BackendWarning, match=r"64 samples at once may need .* GB .*card 0 .* has 0\.9 free"):
-        assert placed(tiny_bundle, max_batch=64).ordinal == 0
+        assert placed(tiny_bundle, max_batch=64).card.ordinal == 0
 
 
 def test_a_card_that_nothing_lists_is_not_judged(tiny_bundle, machine, monkeypatch):
     machine(0)
-    monkeypatch.setattr(placement, "choose", lambda device: Place(3, None))
+    monkeypatch.setattr(placement, "choose", lambda device: Card(ordinal=3))
     found = placed(tiny_bundle)
-    assert found == BundleCard(3)
+    assert found == Placement(Card(ordinal=3))
     found.loaded()
     assert not memory._file().exists()
 
 
-def test_plans_are_weighed_by_their_own_files(tiny_bundle, machine):
-    manifest = Manifest.read(tiny_bundle)
-    entry = {
-        "role": "guided_step", "file": "features.onnx", "backend": "tensorrt", "version": "10", "key": "k",
-        "compute_capabilities": ["8.9"], "precision": "fp32", "graph": "guided_step.onnx", "batch": [1, 1, 8],
-        "samples": None, "types": {}, "inspected": "network",
-    }  # fmt: skip
-    listed = replace(manifest, parity={**manifest.parity, KEY: [entry]})
-    assert placement._plans(listed, "tensorrt", "here") == {"guided_step": "features.onnx"}
-    assert placement._plans(listed, "onnxruntime", "here") == {}
+def test_plans_are_weighed_by_their_own_files(tiny_bundle, machine, monkeypatch):
+    fake, seen = machine(20 * GB), []
+    monkeypatch.setattr(placement, "estimate", lambda *given: seen.append(given[-1]) or memory.estimate(*given))
+    bundle = Bundle.read(tiny_bundle)
+    entry = PlanEntry(
+        role="guided_step", file="features.onnx", engine="tensorrt", version="10", key="k",
+        compute_capabilities=("8.9",), precision="fp32", graph="guided_step.onnx", batch=(1, 1, 8),
+        samples=None, types={}, inspected="network",
+    )  # fmt: skip
+    listed = replace(bundle, manifest=replace(bundle.manifest, plans=(entry,)))
+    for engine in ("tensorrt", "onnxruntime-cuda"):
+        place(listed, LoadOptions(engine=engine), named(engine))
+    assert seen == [{"guided_step": "features.onnx"}] * 2 + [{}] * 2
+    assert fake.asked == [None, None]
 
 
 @pytest.mark.parametrize("command", ["predict", "calibrate", "evaluate", "serve", "bench"])
@@ -152,7 +152,7 @@ def test_every_command_that_runs_a_bundle_takes_a_card(command):
     shown = CliRunner().invoke(cli, [command, "--help"], terminal_width=200).output
     assert "--device" in shown
     assert "index as nvidia-smi shows it" in shown
-    assert command == "bench" or "[cpu|cuda|tensorrt]" in shown
+    assert command == "bench" or "|onnxruntime-cuda|" in shown
 
 
 @pytest.mark.parametrize("command", ["calibrate", "predict"])

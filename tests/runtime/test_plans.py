@@ -19,17 +19,19 @@ from mdps.export.plans import add_plans, profile_of
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import load
+from mdps.runtime.engines import Engine, named
 from mdps.runtime.errors import BackendError, BundleError
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.plans import plans_of
 from mdps.runtime.schedule import NoiseSchedule
+
+RTX = named("tensorrt-rtx")
 
 
 @dataclass
 class FakeBuilder:
     """Answers as `Builder` does; its plans are the names of what it was given."""
 
-    backend: str = "tensorrt-rtx"
+    engine: Engine = RTX
     version: str = "1.7"
     capabilities: tuple[str, ...] = ("8.6", "12.0")
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +57,7 @@ def planned(bundle: Path, builder: FakeBuilder, max_batch: int = 8) -> Manifest:
 
 
 def test_every_graph_has_a_plan_the_manifest_tells_of(bundle: Path) -> None:
-    entries = {entry.role: entry for entry in plans_of(planned(bundle, FakeBuilder()))}
+    entries = {entry.role: entry for entry in planned(bundle, FakeBuilder()).plans}
     assert set(entries) == {"guided_step", "plain_step", "features", "score"}
     guided = entries["guided_step"]
     assert guided.graph == "guided_step.openvino.onnx"  # the form without reshapes
@@ -85,7 +87,7 @@ def test_a_plan_is_known_by_all_it_depends_on(bundle: Path) -> None:
     manifest, base = Manifest.read(bundle), FakeBuilder()
 
     def key(builder: FakeBuilder, max_batch: int = 8) -> str:
-        planned = plans_of(add_plans(bundle, manifest, builder, max_batch))  # type: ignore[arg-type]
+        planned = add_plans(bundle, manifest, builder, max_batch).plans  # type: ignore[arg-type]
         return next(entry.key for entry in planned if entry.role == "guided_step")
 
     keys = [
@@ -93,7 +95,7 @@ def test_a_plan_is_known_by_all_it_depends_on(bundle: Path) -> None:
         key(replace(base, version="1.8")),
         key(replace(base, capabilities=("8.9",))),
         key(replace(base, options={"tf32": True})),
-        key(replace(base, backend="tensorrt")),
+        key(replace(base, engine=named("tensorrt"))),
         key(base, max_batch=4),
     ]
     assert key(base) == keys[0]
@@ -109,11 +111,11 @@ def test_what_is_there_is_not_built_again_and_what_is_old_makes_way(bundle: Path
     planned(bundle, first)
     planned(bundle, first)
     assert len(first.built) == 4
-    planned(bundle, FakeBuilder(backend="tensorrt"))
+    planned(bundle, FakeBuilder(engine=named("tensorrt")))
     assert len(list(bundle.glob("*.plan"))) == 8
     manifest = planned(bundle, FakeBuilder(version="1.8"))
-    assert sorted(entry.version for entry in plans_of(manifest)) == ["1.7"] * 4 + ["1.8"] * 4
-    assert {path.name for path in bundle.glob("*.plan")} == {entry.file for entry in plans_of(manifest)}
+    assert sorted(entry.version for entry in manifest.plans) == ["1.7"] * 4 + ["1.8"] * 4
+    assert {path.name for path in bundle.glob("*.plan")} == {entry.file for entry in manifest.plans}
 
 
 def test_a_builder_that_fails_leaves_the_bundle_as_it_was(bundle: Path) -> None:
@@ -138,14 +140,14 @@ def test_a_damaged_list_is_named(bundle: Path) -> None:
     planned(bundle, FakeBuilder())
     path = bundle / "manifest.json"
     obj = json.loads(path.read_text())
-    obj["parity"]["plans"][0]["batch"] = "many"
+    obj["plans"][0]["batch"] = "many"
     path.write_text(json.dumps(obj))
-    with pytest.raises(BundleError, match=r"parity\.plans\[0\]\.batch"):
-        plans_of(Manifest.read(bundle))
-    obj["parity"]["plans"] = [obj["parity"]["plans"][1] | {"file": "gone.plan"}]
+    with pytest.raises(BundleError, match=r"plans\[0\]\.batch"):
+        Manifest.read(bundle)
+    obj["plans"] = [obj["plans"][1] | {"file": "gone.plan"}]
     path.write_text(json.dumps(obj))
     with pytest.raises(BundleError, match=r"gone\.plan"):
-        plans_of(Manifest.read(bundle))
+        Manifest.read(bundle)
 
 
 @pytest.fixture
@@ -166,9 +168,9 @@ def test_an_export_builds_all_four_graphs(checkpoint: Path, tmp_path: Path, caps
         pytest.fail(reason) if os.environ.get("MDPS_CI") else pytest.skip(reason)
     out = tmp_path / "bundle"
     command = ["--ckpt", str(checkpoint), "--out", str(out), "--backbone", "random_tiny", "--noise-level", "198"]
-    command += ["--steps", "2", "--precision", "fp16", "--backend", "tensorrt-rtx", "--compute-capability", "8.6,12.0"]
+    command += ["--steps", "2", "--precision", "fp16", "--engine", "tensorrt-rtx", "--compute-capability", "8.6,12.0"]
     assert run(export_command, [*command, "--max-batch", "2"]) == 0
-    entries = plans_of(Manifest.read(out))
+    entries = Manifest.read(out).plans
     assert [entry.role for entry in entries] == ["plain_step", "guided_step", "features", "score"]
     for entry in entries:
         step = entry.role.endswith("step")
@@ -184,5 +186,5 @@ def test_an_export_builds_all_four_graphs(checkpoint: Path, tmp_path: Path, caps
 def test_a_capability_is_refused_before_anything_is_written(checkpoint: Path, tmp_path: Path) -> None:
     command = ["--ckpt", str(checkpoint), "--out", str(tmp_path / "b"), "--backbone", "random_tiny", "--steps", "2"]
     assert run(export_command, [*command, "--compute-capability", "8.6"]) == 2  # of plans, and none are asked for
-    assert run(export_command, [*command, "--backend", "tensorrt-rtx", "--compute-capability", "eight"]) == 2
+    assert run(export_command, [*command, "--engine", "tensorrt-rtx", "--compute-capability", "eight"]) == 2
     assert not (tmp_path / "b").exists()

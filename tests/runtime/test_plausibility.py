@@ -23,7 +23,7 @@ class TorchDetector:
 
     def __init__(self, denoiser, noise="gaussian", prediction="eps"):
         self.network, self.prediction = denoiser.network, prediction
-        self.manifest = SimpleNamespace(schedule=denoiser.schedule)
+        self.schedule = denoiser.schedule
         self.settings = SimpleNamespace(sampler=replace(paper_settings((64, 64)).sampler, noise=noise))
 
     def predicted_noise(self, noised, step):

@@ -20,11 +20,11 @@ from mdps.models.checkpoints import load_denoiser, save_denoiser
 from mdps.models.oracle_setup import eps_of, oracle_of
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import BackendError, load, reference
-from mdps.runtime.choice import BackendWarning
-from mdps.runtime.errors import BundleError, UsageError
-from mdps.runtime.loading import choose_backend, open_graphs
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.engines.openvino import OpenVinoSession, has_bfloat16
+from mdps.runtime.errors import BackendWarning, BundleError, UsageError
+from mdps.runtime.loading import choose_engine, open_graphs
 from mdps.runtime.manifest import Manifest, hash_files
-from mdps.runtime.openvino import OpenVinoSession, has_bfloat16
 from mdps.runtime.reference import COMPARED, FILE_NAME, Output, Reference
 from mdps.runtime.schedule import NoiseSchedule
 
@@ -79,7 +79,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def wrong_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO as it is without our mend."""
-    monkeypatch.setattr("mdps.runtime.openvino._keep_weights_apart", lambda *_: None)
+    monkeypatch.setattr("mdps.runtime.engines.openvino._keep_weights_apart", lambda *_: None)
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return made
 
 
-def opened(bundle: Path, backend: str = "openvino", **options: Any) -> None:
-    load(bundle, backend=backend, calibrated=False, threads=1, warm_up=False, **options).close()
+def opened(bundle: Path, engine: str = "openvino", **options: Any) -> None:
+    load(bundle, engine=engine, calibrated=False, threads=1, warm_up=False, **options).close()
 
 
 def picture() -> NDArray[np.uint8]:
@@ -111,7 +111,7 @@ def test_openvino_scores_a_network_of_strided_convolutions_as_onnxruntime_does(w
     assert engines == {"CPUExecutionProvider", "OpenVINO"}
     scores = []
     for backend in ("onnxruntime", "openvino"):
-        with load(made, backend=backend, calibrated=False, threads=1) as detector:
+        with load(made, engine=backend, calibrated=False, threads=1) as detector:
             scores.append(detector(picture()).score)
     assert scores[1] == pytest.approx(scores[0], abs=1e-3)
 
@@ -169,9 +169,8 @@ def test_a_library_that_computes_wrongly_is_refused_in_one_sentence(bundle: Path
 def test_auto_does_not_choose_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdps.runtime.choice.installed", lambda: ("onnxruntime", "openvino"))
     monkeypatch.setattr("mdps.runtime.choice.MEASURED_SECONDS", 0.05)
-    manifest = Manifest.read(bundle)
     with pytest.warns(BackendWarning, match="openvino is left out of the choice: .* otherwise than its export did"):
-        assert choose_backend(bundle, manifest, manifest.settings, backend="auto") == "onnxruntime"
+        assert choose_engine(Bundle.read(bundle), LoadOptions(engine="auto")).name == "onnxruntime"
 
 
 @pytest.mark.parametrize("output", ["eps", "guidance_gradient", "anomaly_map", "observation_features_1"])
@@ -206,7 +205,7 @@ def test_engines_that_cannot_be_compared_are_wrong_use(
     for engines in (("tensorrt",), ("openvino-bf16",)):
         with pytest.raises(UsageError, match=f"--engines has '{engines[0]}': choose of onnxruntime, openvino, mnn"):
             replace(OPTIONS, engines=engines)
-    with pytest.raises(UsageError, match="--engines mnn needs --backend mnn"):
+    with pytest.raises(UsageError, match="--engines mnn needs --engine mnn"):
         export_bundle(checkpoint, tmp_path / "out", replace(OPTIONS, engines=("mnn",)))
     monkeypatch.setattr("mdps.export.bundle.installed", lambda: ("onnxruntime",))
     with pytest.raises(UsageError, match=r'--engines openvino: it is not installed: pip install "mdps\[openvino\]"'):
@@ -323,7 +322,7 @@ def test_files_of_mnn_are_compared_with_the_same_reference(
     checkpoint: Path, tmp_path: Path, comparisons: list[list[str]]
 ) -> None:
     pytest.importorskip("MNN")
-    made = export_bundle(checkpoint, tmp_path / "mnn", replace(ALONE, backend="mnn"))
+    made = export_bundle(checkpoint, tmp_path / "mnn", replace(ALONE, engine="mnn"))
     comparisons.clear()
     opened(made, "mnn")
     assert comparisons == [["guided_step"]], "onnxruntime computes the others, and the export has compared that"
@@ -353,6 +352,6 @@ def test_a_graph_that_torch_runs_is_compared_too(checkpoint: Path, tmp_path: Pat
     stored = Reference.read(made, manifest)
     assert stored is not None
     with ExitStack() as stack:
-        sessions = open_graphs(made, manifest, stack)
+        sessions = open_graphs(Bundle.read(made), stack).roles
         found = stored.errors(sessions, (16, 16), manifest.settings.mask, ["guided_step"], samples=2)
     assert found["guided_step"][1] < 1e-5

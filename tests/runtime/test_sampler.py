@@ -8,8 +8,9 @@ import torch
 from diffusers import DDIMScheduler
 
 from mdps.runtime.errors import BackendError
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.noise import INITIAL, NoiseBank
-from mdps.runtime.sampler import StepSessions, posterior_sampling
+from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.session import ChunkedSession, CopyingRun
 from mdps.runtime.settings import paper_settings, reference_settings
@@ -79,7 +80,7 @@ class GaussianStep:
 
 
 def sessions(settings):
-    return StepSessions(GaussianStep(settings.mask_rule), GaussianStep(settings.mask_rule, guided=False))
+    return Graphs(GaussianStep(settings.mask_rule), GaussianStep(settings.mask_rule, guided=False))
 
 
 def images(count, seed=0):
@@ -208,7 +209,7 @@ def test_samples_of_one_batch_equal_samples_one_by_one():
 def test_chunks_change_nothing():
     settings, y = replace(PAPER, samples=3), images(3)
     inner = GaussianStep()
-    chunked = StepSessions(ChunkedSession(inner, 4), None)
+    chunked = Graphs(ChunkedSession(inner, 4), None)
     np.testing.assert_allclose(sample(settings, y, ones(3), steps=chunked), sample(settings, y, ones(3)), atol=1e-6)
     assert {len(feeds["x_t"]) for feeds in inner.calls} == {4, 1}
 
@@ -246,7 +247,7 @@ def test_scale_zero_runs_the_plain_graph_only():
 def test_the_plain_graph_equals_the_guided_at_scale_zero():
     y = images(1)
     guided = GaussianStep()
-    forced = StepSessions(guided, guided)
+    forced = Graphs(guided, guided)
     np.testing.assert_allclose(
         sample(unguided(PAPER), y, ones(1), steps=forced), sample(unguided(PAPER), y, ones(1)), atol=1e-6
     )
@@ -254,7 +255,7 @@ def test_the_plain_graph_equals_the_guided_at_scale_zero():
 
 def test_a_step_graph_that_was_not_loaded_is_a_sentence():
     with pytest.raises(BackendError, match="no plain step graph"):
-        states(unguided(PAPER), images(1), ones(1), steps=StepSessions(GaussianStep(), None))
+        states(unguided(PAPER), images(1), ones(1), steps=Graphs(GaussianStep(), None))
 
 
 def test_no_noise_is_drawn_for_the_last_step():

@@ -14,12 +14,12 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from mdps.runtime.engines.interface import open_session
+from mdps.runtime.engines.torch import TracedSession
 from mdps.runtime.errors import BackendError, BundleError, UsageError
-from mdps.runtime.ort import OrtSession
-from mdps.runtime.session import ChunkedSession, open_session
+from mdps.runtime.session import ChunkedSession
 from mdps.runtime.settings import paper_settings, reference_settings
 from mdps.runtime.threads import available_cpus
-from mdps.runtime.traced import TracedSession
 
 torch.set_num_threads(1)
 
@@ -64,10 +64,10 @@ def test_a_graph_with_external_weights_runs(graph):
 
 
 def test_threads_default_to_the_available_ones(graph):
-    assert OrtSession(graph).threads == available_cpus()
-    assert OrtSession(graph, threads=1).threads == 1
+    assert open_session(graph).threads == available_cpus()
+    assert open_session(graph, threads=1).threads == 1
     with pytest.raises(UsageError, match="at least 1"):
-        OrtSession(graph, threads=0)
+        open_session(graph, threads=0)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_failure_of_the_engine_is_a_sentence(graph):
 
 def test_a_provider_this_library_lacks_is_an_error(graph):
     with pytest.raises(BackendError, match=r"has no CUDAExecutionProvider.*mdps\[gpu\]"):
-        open_session(graph, "cuda")
-    with pytest.raises(UsageError, match="no provider 'gpu': choose one of cpu, cuda"):
+        open_session(graph, "onnxruntime-cuda")
+    with pytest.raises(UsageError, match="no engine 'gpu': choose one of onnxruntime, openvino"):
         open_session(graph, "gpu")
 
 
@@ -152,10 +152,10 @@ def test_a_provider_that_is_listed_but_not_active_is_an_error(graph, monkeypatch
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", fall_back)
     with pytest.raises(BackendError, match=r"cannot be loaded on CUDAExecutionProvider.*fallback to CPU EP has been"):
-        open_session(graph, "cuda")
+        open_session(graph, "onnxruntime-cuda")
     fall_back.get_provider_graph_assignment_info = real.get_provider_graph_assignment_info  # as newer libraries have
     with pytest.raises(BackendError, match=r"CUDAExecutionProvider was asked for but .* CPUExecutionProvider"):
-        open_session(graph, "cuda")
+        open_session(graph, "onnxruntime-cuda")
 
 
 def test_a_missing_library_says_what_to_install(graph, monkeypatch):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mdps.export.graph import WeightStore, write
 from mdps.export.tracer import record
-from mdps.runtime.session import open_session
+from mdps.runtime.engines.interface import open_session
 
 CHANNELS = [(16, 16), (32, 32), (16, 32), (3, 16), (8, 8)]
 SHAPES = [(3, 2, 1, 16), (3, 2, 0, 17), (3, 1, 1, 16), (2, 2, 0, 16), (5, 2, 2, 15)]
@@ -67,7 +67,7 @@ def test_a_strided_convolution_and_its_pullback_share_weights(backend: str, tmp_
         x = torch.randn(1, channels[0], side, side, generator=torch.Generator().manual_seed(1))
         (folder := tmp_path / str(index)).mkdir()
         model = record(module, {"x": x}, ["z"], {"x": ("batch",)})
-        session = open_session(written(backend, model, folder), threads=1, backend=backend)
+        session = open_session(written(backend, model, folder), threads=1, engine=backend)
         found = torch.from_numpy(session.run({"x": x.numpy()})["z"])
         session.close()
         wanted = module.by_autograd(x)

@@ -19,25 +19,28 @@ from mdps import cli
 from mdps.export.engine import Built
 from mdps.export.plans import add_plans
 from mdps.runtime import load
-from mdps.runtime import loading as loading_module
-from mdps.runtime import trt as trt_module
-from mdps.runtime.choice import BackendWarning
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cards import Card
 from mdps.runtime.device import cuda as cuda_module
-from mdps.runtime.device.seam import Buffer, Card
-from mdps.runtime.errors import BackendError, BundleError, UsageError
+from mdps.runtime.device.seam import Buffer
+from mdps.runtime.engines import ENGINES, Engine, named
+from mdps.runtime.engines import tensorrt as trt_module
+from mdps.runtime.engines.tensorrt import Loader, Scratch, TrtEngine, check_plan, open_plans
+from mdps.runtime.errors import BackendError, BackendWarning, BundleError, UsageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.plans import PlanEntry, plans_of
-from mdps.runtime.trt import Loader, Scratch, TrtEngine, check_plan, open_plans
+from mdps.runtime.placement import Placement
+from mdps.runtime.plans import PlanEntry
 
 RTX = "tensorrt-rtx"
-CARD = Card(0, "Fake 4090", "8.9")
+ROW = named(RTX)
+CARD = Card(ordinal=0, name="Fake 4090", compute_capability="8.9")
 
 
 @dataclass
 class FakeBuilder:
     """Its plans name the graph they come from and the shapes it was built for."""
 
-    backend: str = RTX
+    engine: Engine = ROW
     version: str = "1.7"
     capabilities: tuple[str, ...] = ("8.6", "8.9")
     options: dict = field(default_factory=dict)
@@ -48,7 +51,7 @@ class FakeBuilder:
 
 
 class FakeLibrary:
-    """As much of TensorRT as `runtime/trt.py` calls; its engines run the plan's ONNX graph at the end of a queue."""
+    """As much of TensorRT as its module calls; its engines run the plan's ONNX graph at the end of a queue."""
 
     def __init__(self, fake_card, driver, version="1.7"):
         self.__version__, self.driver, self.fake_card = version, driver, fake_card
@@ -239,7 +242,7 @@ def test_the_fakes_have_no_name_that_the_real_library_lacks():
 @pytest.fixture(autouse=True)
 def any_card(monkeypatch):
     """Which card, and whether there is room, is asked of the machine: tests/runtime/test_placement.py."""
-    monkeypatch.setattr(loading_module, "placed", lambda *_, **__: None)
+    monkeypatch.setattr("mdps.runtime.placement.place", lambda *given: Placement(CARD) if given[-1].on_card else None)
 
 
 @pytest.fixture
@@ -254,7 +257,8 @@ def bundle(line_bundle, tmp_path, cache):
 
 
 def planned(bundle, **how):
-    add_plans(bundle, Manifest.read(bundle), FakeBuilder(**how)).write(bundle)
+    engine = named(how.pop("engine", RTX))
+    add_plans(bundle, Manifest.read(bundle), FakeBuilder(engine, **how)).write(bundle)
     return Manifest.read(bundle)
 
 
@@ -267,7 +271,7 @@ def here(fake_card, monkeypatch):
         library = FakeLibrary(fake_card, driver, version)
         monkeypatch.setattr(cuda_module, "open_driver", lambda device=0: driver)
         real = importlib.import_module
-        fakes = dict.fromkeys(trt_module.MODULES.values(), library)
+        fakes = {engine.library: library for engine in ENGINES if engine.reads == "plans"}
         monkeypatch.setattr(importlib, "import_module", lambda name, *more: fakes.get(name) or real(name, *more))
         return library
 
@@ -279,15 +283,15 @@ PIXELS = np.random.default_rng(5).integers(0, 256, (5, 24, 24, 3), dtype=np.uint
 
 @pytest.mark.parametrize("backend", [RTX, "tensorrt"])
 def test_a_bundle_runs_by_its_plans(bundle, here, backend):
-    planned(bundle, backend=backend)
+    planned(bundle, engine=backend)
     here()
-    with load(bundle, threads=1) as on_cpu, load(bundle, backend=backend) as on_card:
+    with load(bundle, threads=1) as on_cpu, load(bundle, engine=backend) as on_card:
         for have, want in zip(on_card.batch(list(PIXELS)), on_cpu.batch(list(PIXELS)), strict=True):
             assert have.verdict == want.verdict
             assert have.score == pytest.approx(want.score, rel=1e-4)
             np.testing.assert_allclose(have.anomaly_map, want.anomaly_map, rtol=0, atol=1e-3)
             assert set(have.times) == set(want.times)
-        assert on_card.backend == backend
+        assert on_card.engine == backend
         said = on_card.provenance["engines"]
         assert set(said) == {"guided_step", "features", "score"}
         assert all("1.7 on Fake 4090" in text for text in said.values())
@@ -297,9 +301,9 @@ def test_what_is_stored_tells_one_build_of_a_plan_from_another(bundle, here):
     """A plan that is built again may give other numbers; the key of each is in what every result carries."""
     manifest = planned(bundle)
     here()
-    with load(bundle, backend=RTX) as detector:
+    with load(bundle, engine=RTX) as detector:
         said = detector.provenance["engines"]
-    for entry in plans_of(manifest):
+    for entry in manifest.plans:
         if entry.role in said:
             assert entry.key[:16] in said[entry.role]
 
@@ -315,7 +319,7 @@ def test_the_command_line_predicts_by_plans(bundle, here, line_images, tmp_path)
     for backend in ("onnxruntime", RTX):
         out = tmp_path / backend
         ran = CliRunner().invoke(
-            cli.cli, ["predict", str(bundle), str(folder), "--out", str(out), "--backend", backend, "--json"]
+            cli.cli, ["predict", str(bundle), str(folder), "--out", str(out), "--engine", backend, "--json"]
         )
         assert ran.exit_code in (0, 1), ran.output
         rows[backend] = [
@@ -326,42 +330,42 @@ def test_the_command_line_predicts_by_plans(bundle, here, line_images, tmp_path)
 
 def test_a_card_of_another_capability_is_refused_with_both_named(bundle, here):
     planned(bundle)
-    library = here(Card(0, "NVIDIA RTX 5090", "12.0"))
+    library = here(Card(ordinal=0, name="NVIDIA RTX 5090", compute_capability="12.0"))
     with pytest.raises(BackendError) as caught:
-        load(bundle, backend=RTX)
+        load(bundle, engine=RTX)
     text = str(caught.value)
     assert "built for compute capability 8.6, 8.9, here is card 0 (NVIDIA RTX 5090, compute capability 12.0)" in text
-    assert f"mdps export --ckpt line.safetensors --out {bundle} --force --precision fp32 --backend {RTX}" in text
+    assert f"mdps export --ckpt line.safetensors --out {bundle} --force --precision fp32 --engine {RTX}" in text
     assert "--compute-capability 12.0" in text
     assert library.driver.closed
 
 
 def test_another_release_is_refused_with_both_named(bundle, here):
-    planned(bundle, backend="tensorrt", version="10.9", capabilities=("8.9",))
+    planned(bundle, engine="tensorrt", version="10.9", capabilities=("8.9",))
     here(version="11.0")
     with pytest.raises(BackendError, match=r"built by TensorRT 10\.9, here is 11\.0: on this machine run `mdps export"):
-        load(bundle, backend="tensorrt")
+        load(bundle, engine="tensorrt")
 
 
 def test_a_plan_is_for_its_very_release_and_for_its_cards():
     shapes = {"batch": (1, 1, 8), "samples": None, "types": {}, "inspected": "network"}
     of = {"role": "score", "file": "score.plan", "precision": "fp32", "graph": "score.onnx", "key": "0" * 64}
-    entry = PlanEntry(backend="tensorrt", version="10.9.0", compute_capabilities=("8.6", "8.9"), **of, **shapes)
-    manifest = SimpleNamespace(network={}, checkpoint=SimpleNamespace(name="line.pt"))
+    entry = PlanEntry(engine="tensorrt", version="10.9.0", compute_capabilities=("8.6", "8.9"), **of, **shapes)
+    manifest = SimpleNamespace(precision="fp32", checkpoint=SimpleNamespace(name="line.pt"))
     check_plan(entry, "10.9.0", CARD, Path("b"), manifest)
     with pytest.raises(BackendError, match=r"built by TensorRT 10\.9\.0, here is 10\.10\.0"):
         check_plan(entry, "10.10.0", CARD, Path("b"), manifest)
     with pytest.raises(BackendError, match=r"for compute capability 8\.6, 8\.9, here is card 0"):
-        check_plan(entry, "10.9.0", Card(0, "NVIDIA H200", "9.0"), Path("b"), manifest)
+        check_plan(entry, "10.9.0", Card(ordinal=0, name="NVIDIA H200", compute_capability="9.0"), Path("b"), manifest)
 
 
 def test_a_bundle_without_plans_names_the_export(bundle, here):
     here()
-    with pytest.raises(BundleError, match=rf"no plan of TensorRT-RTX for guided_step, .*--backend {RTX}`"):
-        load(bundle, backend=RTX)
-    planned(bundle, backend="tensorrt")
+    with pytest.raises(BundleError, match=rf"no plan of TensorRT-RTX for guided_step, .*--engine {RTX}`"):
+        load(bundle, engine=RTX)
+    planned(bundle, engine="tensorrt")
     with pytest.raises(BundleError, match="no plan of TensorRT-RTX"):
-        load(bundle, backend=RTX)
+        load(bundle, engine=RTX)
 
 
 def test_what_no_plan_serves_is_refused_before_a_card_is_opened(bundle):
@@ -371,28 +375,28 @@ def test_what_no_plan_serves_is_refused_before_a_card_is_opened(bundle):
     manifest = planned(bundle)
     traced = replace(manifest, guidance_backend="traced")
     with pytest.raises(BackendError, match="torch program, which has no plan"):
-        open_plans(bundle, traced, manifest.settings, RTX, never)
+        open_plans(ROW, Bundle(bundle, traced, manifest.settings), LoadOptions(), never)
     sampler = manifest.settings.sampler
     stitched = replace(sampler, masked_pass=replace(sampler.masked_pass, start="stitched"))
+    changed = replace(manifest.settings, sampler=stitched)
     with pytest.raises(UsageError, match=r"masked_pass\.start"):
-        open_plans(bundle, manifest, replace(manifest.settings, sampler=stitched), RTX, never)
-
-
-def test_a_provider_beside_a_plan_is_refused(bundle):
-    with pytest.raises(UsageError, match="tensorrt-rtx runs by itself on a card"):
-        load(bundle, backend=RTX, provider="cuda")
+        open_plans(ROW, Bundle(bundle, manifest, changed), LoadOptions(), never)
 
 
 @pytest.mark.parametrize("backend", [RTX, "tensorrt"])
 def test_a_missing_library_is_named_with_its_remedy(bundle, backend, monkeypatch):
-    planned(bundle, backend=backend)
+    planned(bundle, engine=backend)
+
+    real = importlib.import_module
 
     def missing(name, *more):
+        if name.startswith("mdps."):
+            return real(name, *more)
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BackendError, match=rf"pip install 'mdps\[{backend}\]'"):
-        load(bundle, backend=backend)
+        load(bundle, engine=backend)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +414,7 @@ def test_what_the_library_refuses_is_one_sentence_and_nothing_stays_open(bundle,
     library = here()
     library.refuses.add(refuses)
     with pytest.raises(BackendError, match=words) as caught:
-        load(bundle, backend=RTX)
+        load(bundle, engine=RTX)
     assert "\n" not in str(caught.value)
     assert library.driver.closed
 
@@ -418,7 +422,7 @@ def test_what_the_library_refuses_is_one_sentence_and_nothing_stays_open(bundle,
 def test_a_context_is_made_once_a_batch_size_and_none_a_call(bundle, here):
     planned(bundle)
     library = here()
-    with load(bundle, backend=RTX, max_batch=4) as detector:
+    with load(bundle, engine=RTX, max_batch=4) as detector:
         for count in (1, 4):
             detector.batch(list(PIXELS[:1]) * count)
         made, blocks = len(library.contexts), len(library.driver.blocks)
@@ -434,7 +438,7 @@ def test_a_context_is_made_once_a_batch_size_and_none_a_call(bundle, here):
 
 @pytest.mark.parametrize("fault", ["odd_type", "odd_place", "num_optimization_profiles"])
 def test_a_plan_that_is_none_of_ours_is_refused(bundle, here, fault):
-    entry = plans_of(planned(bundle))[0]
+    entry = planned(bundle).plans[0]
     library = here()
     engine = FakeCudaEngine(library, json.loads((bundle / entry.file).read_text()), None)
     setattr(engine, fault, 2 if fault.startswith("num") else "x_t")
@@ -446,9 +450,9 @@ def test_a_plan_that_is_none_of_ours_is_refused(bundle, here, fault):
 def test_shapes_beyond_the_plan_are_named(bundle, here):
     manifest = planned(bundle)
     library = here()
-    (entry,) = [one for one in plans_of(manifest) if one.role == "features"]
+    (entry,) = [one for one in manifest.plans if one.role == "features"]
     with library.driver.current():
-        engine = Loader(RTX, library, library.driver).open(bundle / entry.file)
+        engine = Loader(ROW, library, library.driver).open(bundle / entry.file)
         buffers = {port.name: Buffer(4096, (9, *port.shape[1:])) for port in (*engine.inputs, *engine.outputs)}
         with pytest.raises(BackendError, match=r"takes 'image' from \[1, 3, 16, 16\] to \[8, 3, 16, 16\], not \[9, 3,"):
             engine.bind(buffers)
@@ -460,13 +464,13 @@ def test_shapes_beyond_the_plan_are_named(bundle, here):
 def test_what_was_compiled_for_the_card_is_kept(bundle, here, cache):
     planned(bundle)
     here()
-    with load(bundle, backend=RTX) as detector:
+    with load(bundle, engine=RTX) as detector:
         detector(PIXELS[0])
     files = {path.name: path.read_bytes() for path in cache.glob("*.kernels")}
     assert len(files) == 3
     assert all("-1.7-8.9.kernels" in name for name in files)
     library = here()
-    with load(bundle, backend=RTX):
+    with load(bundle, engine=RTX):
         assert all(context.config.cache.kernels for context in library.contexts)
     assert {path.name: path.read_bytes() for path in cache.glob("*.kernels")} == files
 
@@ -475,7 +479,7 @@ def test_a_cache_that_cannot_be_written_is_only_warned_of(bundle, here, cache):
     planned(bundle)
     here()
     cache.write_text("a file where the folder should be")
-    with pytest.warns(BackendWarning, match="compiled again at the next start"), load(bundle, backend=RTX) as detector:
+    with pytest.warns(BackendWarning, match="compiled again at the next start"), load(bundle, engine=RTX) as detector:
         assert np.isfinite(detector(PIXELS[0]).score)
 
 
@@ -558,7 +562,7 @@ def fake_cuda(monkeypatch):
 def test_the_context_is_pushed_in_the_thread_that_calls_and_popped_again(fake_cuda):
     cuda = fake_cuda()
     driver = cuda_module.CudaDriver()
-    assert driver.card == Card(0, "Fake", "8.9")
+    assert driver.card == Card(ordinal=0, name="Fake", compute_capability="8.9")
     cuda.calls.clear()
     with driver.current():
         assert driver.allocate(512) == 4096
@@ -667,7 +671,7 @@ def test_pycuda_serves_and_records_through_the_bindings(monkeypatch, fake_cuda):
     driver = cuda_module.open_driver(library="pycuda")
     again = cuda_module.open_driver(library="pycuda")
     assert isinstance(driver, cuda_module.PyCudaDriver)
-    assert driver.card == Card(0, "Fake", "8.9")
+    assert driver.card == Card(ordinal=0, name="Fake", compute_capability="8.9")
     assert driver.captures
     with driver.current():
         assert driver.allocate(512) == 4096

@@ -148,7 +148,7 @@ function drawFacts(model) {
   const facts = {
     Name: model.name, State: model.state, Product: model.product, Threshold: number(model.threshold),
     "False alarms asked for": model.false_alarm_rate === null ? "–" : `${number(100 * model.false_alarm_rate)} %`,
-    Computes: `${model.backend}, ${model.engines.join(", ")}`, Loaded: new Date(model.since * 1000).toLocaleString(),
+    Computes: `${model.engine}, ${model.engines.join(", ")}`, Loaded: new Date(model.since * 1000).toLocaleString(),
   };
   const text = JSON.stringify(facts);
   if ($("facts").dataset.text === text) return;

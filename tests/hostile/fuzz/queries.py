@@ -49,7 +49,7 @@ class _Looking:
     """A detector that finds nothing."""
 
     calibration = SimpleNamespace(threshold=0.5, map_low=0.0, map_high=1.0)
-    backend = "none"
+    engine = "none"
     provenance = MappingProxyType({"engines": {}})
     preprocessing = Preprocessing((16, 16))
     warm_up_seconds = 0.0

@@ -1,4 +1,4 @@
-"""Sessions of OpenVINO, on the processor."""
+"""OpenVINO, on the processor: sessions in float32, and in bfloat16 where the processor has it."""
 
 import re
 import threading
@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.engines import Engine
+from mdps.runtime.engines.interface import TINY_MODEL, Check, GraphFile, tried
+from mdps.runtime.errors import BackendError
+from mdps.runtime.graphs import STEPS
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
 
@@ -21,6 +25,27 @@ COMPILED_AT_ONCE = 3
 Shapes = tuple[tuple[int, ...], ...]
 
 
+def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "OpenVinoSession":
+    """As `EngineModule.open`; features and score are in float32 whatever the steps are in."""
+    return OpenVinoSession(graph.file, options.threads, _precision(engine) if graph.role in STEPS else "f32")
+
+
+def probe(engine: Engine) -> Check | None:
+    """As `EngineModule.probe`; nothing of bfloat16 where the processor has none."""
+    try:
+        core = _library().Core()
+        if engine.arithmetic and not has_bfloat16(core):
+            return None
+    except Exception as error:  # an import that fails, or anything the library raises
+        return Check(engine.name, False, _reason(error))
+    options = compile_options(1, _precision(engine))
+    return tried(engine, lambda x: core.compile_model(core.read_model(TINY_MODEL), "CPU", options)({"x": x})[0])
+
+
+def _precision(engine: Engine) -> str:
+    return engine.arithmetic or "f32"
+
+
 class OpenVinoSession:
     """One ONNX file on OpenVINO's CPU plugin, in float32 ("f32") or bfloat16 ("bf16").
 
@@ -28,13 +53,11 @@ class OpenVinoSession:
     with AMX or AVX512_BF16 have instructions; inputs and outputs stay float32.
     Static shapes are a fifth faster there than a free batch, so each set of input shapes is compiled when it is first
     run; the `COMPILED_AT_ONCE` last used ones are kept. `threads` defaults to the processors this process may use.
-    Raises UsageError for a wrong thread count, BackendError where the library is missing, the file
+    Raises BackendError where the library is missing, the file
     is damaged or the processor has no bfloat16. Runs from several threads follow one another.
     """
 
     def __init__(self, path: Path | str, threads: int | None = None, precision: str = "f32") -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads should be at least 1, not {threads}")
         self._path = Path(path)
         self.threads = threads or available_cpus()
         library = _library()
@@ -42,7 +65,7 @@ class OpenVinoSession:
         if precision == "bf16" and not has_bfloat16(self._core):
             raise BackendError(
                 "this processor computes no bfloat16 (it lacks AMX and AVX512_BF16), so openvino-bf16 would gain "
-                "nothing: choose --backend openvino"
+                "nothing: choose --engine openvino"
             )
         self._precision = precision
         self._model: Any = _read(self._core, self._path)

@@ -1,4 +1,4 @@
-"""Sessions of MNN, on the processor: steps whose 3 x 3 convolutions take fewer operations (Winograd's algorithm)."""
+"""MNN, on the processor: steps whose 3 x 3 convolutions take fewer operations (Winograd's algorithm)."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, UsageError
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.engines import Engine
+from mdps.runtime.engines.interface import Check, GraphFile, tried
+from mdps.runtime.errors import BackendError
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
 from mdps.runtime.threads import available_cpus
 
@@ -23,18 +26,34 @@ _RELEASE = 1  # MNN's Session_Release: no callbacks between the operations
 _QUIET = threading.Lock()
 
 
+def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "MnnSession":
+    """As `EngineModule.open`."""
+    return MnnSession(graph.file, options.threads)
+
+
+def probe(engine: Engine) -> Check:
+    """As `EngineModule.probe`, with an expression: it reads no ONNX file."""
+
+    def double(x: NDArray[Any]) -> Any:
+        with capture_output():
+            import MNN.expr
+
+            term = MNN.expr.const(x.tolist(), [len(x)])
+            return (term + term).read()
+
+    return tried(engine, double)
+
+
 class MnnSession:
     """One `.mnn` file, as `mdps.export.mnn` writes it, on MNN's CPU backend, in float32.
 
     The graph takes one image: what has four dimensions is a batch, whose rows are run one after the other and give the
-    same to the bit in any. `threads` defaults to the processors this process may use. Raises UsageError for a wrong
-    thread count, BackendError where the library is missing or the file is damaged. Runs from several threads follow
+    same to the bit in any. `threads` defaults to the processors this process may use. Raises
+    BackendError where the library is missing or the file is damaged. Runs from several threads follow
     one another.
     """
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads should be at least 1, not {threads}")
         self._path = Path(path)
         self.threads = threads or available_cpus()
         self._library = load_library()

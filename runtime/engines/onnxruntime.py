@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime."""
+"""ONNX Runtime: sessions on the processor and, through its providers, on a card."""
 
 import os
 import re
@@ -7,23 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import BackendError, UsageError, first_line
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.engines import DEFAULT, Engine
+from mdps.runtime.engines.interface import TINY_MODEL, Check, GraphFile, tried
+from mdps.runtime.errors import BackendError, BackendWarning, first_line
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
 from mdps.runtime.threads import available_cpus
+from mdps.runtime.user_cache import cache_folder
 
-PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-}
-ON_CARDS = ("cuda", "tensorrt")
-"""The providers that compute on an NVIDIA card."""
+CPU = "CPUExecutionProvider"
+CACHE = "onnxruntime-tensorrt"
 # What an engine that computes on a card leaves to the CPU all the same: the lengths of axes, a few integers.
 _OF_SHAPES = {"Shape", "Size", "Gather", "Slice", "Squeeze", "Unsqueeze", "Concat", "Cast", "Constant"}
 _DTYPES = {
@@ -38,11 +36,11 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class OnCard:
+class CardOptions:
     """How a session uses a card. `ordinal` is CUDA's number of it.
 
     `precision` is the graph's own: TensorRT may choose a half-precision kernel only where the graph is in it.
-    `stream` is a CUDA stream of the caller's to compute on. `graph` records a run and replays it, for which all inputs
+    `stream` is a CUDA stream of the caller's to compute on. A run that is `recorded` is replayed, for which all inputs
     and outputs have to stay where they are. `cache` is a folder for the engines TensorRT builds, for this graph with
     these weights alone: their names say nothing of the weights.
     """
@@ -50,15 +48,21 @@ class OnCard:
     ordinal: int = 0
     precision: str = "fp32"
     stream: int | None = None
-    graph: bool = False
+    recorded: bool = False
     cache: Path | None = None
 
-    def options(self, provider: str) -> dict[str, str]:
+    @classmethod
+    def of(cls, graph: GraphFile, *, stream: int | None = None, recorded: bool = False) -> Self:
+        """Those of a bundle's graph."""
+        ordinal = (graph.card.ordinal if graph.card else None) or 0
+        return cls(ordinal, graph.precision, stream, recorded, _cache(graph))
+
+    def options(self, engine: Engine) -> dict[str, str]:
         """The provider's options; everything that a release could choose otherwise is said."""
         common = {"device_id": str(self.ordinal)}
         if self.stream is not None:
             common["user_compute_stream"] = str(self.stream)
-        if provider == "tensorrt":
+        if engine.builds:
             return common | self._tensorrt()
         return common | {
             # The search for a convolution algorithm has cost fourfold when left to a default that changed.
@@ -66,11 +70,14 @@ class OnCard:
             "use_tf32": "0",  # ten bits of mantissa are no float32, and parity was proved in float32
             "arena_extend_strategy": "kSameAsRequested",  # the other one doubles, and takes what nobody uses
             "do_copy_in_default_stream": "1",
-            "enable_cuda_graph": str(int(self.graph)),
+            "enable_cuda_graph": str(int(self.recorded)),
         }
 
     def _tensorrt(self) -> dict[str, str]:
-        chosen = {"trt_fp16_enable": str(int(self.precision == "fp16")), "trt_cuda_graph_enable": str(int(self.graph))}
+        chosen = {
+            "trt_fp16_enable": str(int(self.precision == "fp16")),
+            "trt_cuda_graph_enable": str(int(self.recorded)),
+        }
         if self.precision == "bf16":
             chosen["trt_bf16_enable"] = "1"
         if self.cache is not None:
@@ -80,28 +87,49 @@ class OnCard:
         return chosen
 
 
-class OrtSession:
-    """One ONNX file on one provider ("cpu", "cuda", "tensorrt", "openvino"), never silently on another.
+def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "OrtSession":
+    """As `EngineModule.open`."""
+    return OrtSession(graph.file, engine, options.threads, CardOptions.of(graph) if engine.on_card else None)
 
-    `threads` defaults to the processors this process may use; `card` is for the providers on a card. Raises UsageError
-    for an unknown provider or thread count, BackendError where the library is missing, the file is damaged, or the
-    provider is not active for all that computes.
+
+def probe(engine: Engine) -> Check | None:
+    """As `EngineModule.probe`; a session that silently took another provider does not count."""
+    try:
+        library = _library()
+    except BackendError as error:
+        return None if engine.on_card else Check(engine.name, False, str(error))
+    if engine.provider not in library.get_available_providers():
+        return None
+    library.set_default_logger_severity(4)  # what it would print is in our sentences
+
+    def double(x: NDArray[Any]) -> Any:
+        session = library.InferenceSession(TINY_MODEL, providers=[engine.provider])
+        if engine.provider not in (active := session.get_providers()):
+            raise BackendError(f"listed, but the session took {active[0]}: its libraries do not load here")
+        return session.run(None, {"x": x})[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tried(engine, double)
+
+
+class OrtSession:
+    """One ONNX file on the provider of `engine`, never silently on another.
+
+    `threads` defaults to the processors this process may use; `card` is for engines on a card. Raises BackendError
+    where the library is missing, the file is damaged, or the provider is not active for all that computes.
     """
 
     def __init__(
-        self, path: Path | str, provider: str = "cpu", threads: int | None = None, card: OnCard | None = None
+        self, path: Path | str, engine: Engine, threads: int | None = None, card: CardOptions | None = None
     ) -> None:
-        if provider not in PROVIDERS:
-            raise UsageError(f"there is no provider {provider!r}: choose one of {', '.join(PROVIDERS)}")
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads should be at least 1, not {threads}")
         self._path = Path(path)
         self.threads = threads or available_cpus()
-        self.card = (card or OnCard()) if provider in ON_CARDS else None
-        self.provider_options = self.card.options(provider) if self.card else {}
-        if provider == "tensorrt":
-            _prepare_tensorrt(self._path, self.card or OnCard())
-        self._session: Any = _open(self._path, provider, self.threads, self.provider_options)
+        self.card = (card or CardOptions()) if engine.on_card else None
+        self.provider_options = self.card.options(engine) if self.card else {}
+        if self.card and engine.builds:
+            _prepare_tensorrt(self._path, self.card)
+        self._session: Any = _open(self._path, engine.provider, self.threads, self.provider_options)
         self._ports = [_port(node, self._path) for node in self._session.get_inputs()]
         self.inputs = tuple(port.name for port in self._ports)
         self.outputs = tuple(node.name for node in self._session.get_outputs())
@@ -144,7 +172,7 @@ class OrtSession:
         if self.card is not None and self.card.stream is not None:
             options = _library().RunOptions()
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            if self.card.graph:
+            if self.card.recorded:
                 options.add_run_config_entry("gpu_graph_id", str(number))
         with self._failing():
             self._open_session().run_with_iobinding(binding, options)
@@ -223,16 +251,14 @@ def _library() -> Any:
     return onnxruntime
 
 
-def _open(path: Path, provider: str, threads: int, provider_options: dict[str, str]) -> Any:
+def _open(path: Path, wanted: str, threads: int, provider_options: dict[str, str]) -> Any:
     library = _library()
     if not path.is_file():
         raise BackendError(f"{path} is no file: check the path")
-    wanted = PROVIDERS[provider]
     if wanted not in library.get_available_providers():
         raise BackendError(
-            f"this onnxruntime has no {wanted}: "
-            + ('pip uninstall onnxruntime, then pip install "mdps[gpu]"' if provider != "openvino" else "install one")
-            + ', or ask for "cpu"'
+            f'this onnxruntime has no {wanted}: pip uninstall onnxruntime, then pip install "mdps[gpu]", or ask for '
+            f"the engine {DEFAULT}"
         )
     try:
         session = library.InferenceSession(
@@ -248,7 +274,8 @@ def _open(path: Path, provider: str, threads: int, provider_options: dict[str, s
     if active[0] != wanted:
         raise BackendError(
             f"{wanted} was asked for but {path} would run on {', '.join(active)}: the provider's libraries do not load "
-            'here (CUDA needs the driver, CUDA and cuDNN that onnxruntime-gpu names): repair them, or ask for "cpu"'
+            "here (CUDA needs the driver, CUDA and cuDNN that onnxruntime-gpu names): repair them, or ask for the "
+            f"engine {DEFAULT}"
         )
     _refuse_strays(library, session, wanted, path)
     session.disable_fallback()
@@ -257,7 +284,7 @@ def _open(path: Path, provider: str, threads: int, provider_options: dict[str, s
 
 def _refuse_strays(library: Any, session: Any, wanted: str, path: Path) -> None:
     """BackendError where the library gave to the CPU what `wanted` was asked to compute; lengths of axes may stay."""
-    if wanted == PROVIDERS["cpu"] or not _tells_who_computes(library):
+    if wanted == CPU or not _tells_who_computes(library):
         return
     strays = [
         node.op_type
@@ -270,7 +297,7 @@ def _refuse_strays(library: Any, session: Any, wanted: str, path: Path) -> None:
         raise BackendError(
             f"{wanted} was asked for but would leave {len(strays)} nodes of {path} to the CPU "
             f"({', '.join(_first_of_each(strays))}), where each run would wait for them: use a release of "
-            'onnxruntime-gpu that has these, or ask for "cpu"'
+            f"onnxruntime-gpu that has these, or ask for the engine {DEFAULT}"
         )
 
 
@@ -282,9 +309,7 @@ def _tells_who_computes(library: Any) -> bool:
     return hasattr(library.InferenceSession, "get_provider_graph_assignment_info")
 
 
-def _prepare_tensorrt(path: Path, card: OnCard) -> None:
-    from mdps.runtime.choice import BackendWarning
-
+def _prepare_tensorrt(path: Path, card: CardOptions) -> None:
     if card.cache is not None:
         try:
             card.cache.mkdir(parents=True, exist_ok=True)
@@ -299,6 +324,16 @@ def _prepare_tensorrt(path: Path, card: OnCard) -> None:
         )
 
 
+def _cache(graph: GraphFile) -> Path | None:
+    """A folder for one graph with its weights; None for a user without a home."""
+    if graph.bundle is None:
+        return None
+    try:
+        return cache_folder() / CACHE / graph.bundle.manifest.files_sha256[:16] / graph.role
+    except OSError:
+        return None
+
+
 def session_options(library: Any, threads: int, wanted: str) -> Any:
     """How every session runs on the provider `wanted`, under ONNX Runtime's own name of it."""
     options = library.SessionOptions()
@@ -307,7 +342,7 @@ def session_options(library: Any, threads: int, wanted: str) -> Any:
     options.log_severity_level = 3  # errors; warnings about constant folding help no operator
     # Threads may spin within a run, where the next node follows at once, but not between runs of several sessions.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if wanted == PROVIDERS["cpu"]:
+    if wanted == CPU:
         # A plan of all memory is held beside the memory that the first run took, and the default order of the nodes
         # keeps activations longer than the order in the file: with both a guided step takes twice as much.
         options.enable_mem_pattern = False

@@ -6,23 +6,32 @@ its own and launches that from then on, so the pipeline records nothing around i
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cards import Card
+from mdps.runtime.device import cuda
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
-from mdps.runtime.device.program import Engines
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
+from mdps.runtime.engines import Engine
+from mdps.runtime.engines.interface import GraphFile
+from mdps.runtime.engines.onnxruntime import CardOptions, OrtSession
+from mdps.runtime.engines.onnxruntime import open as open
+from mdps.runtime.engines.onnxruntime import probe as probe
 from mdps.runtime.errors import BackendError, UsageError
-from mdps.runtime.manifest import Manifest
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.noise import NoiseBank
-from mdps.runtime.ort import OnCard, OrtSession
 from mdps.runtime.session import Port
 from mdps.runtime.settings import Settings
-from mdps.runtime.user_cache import cache_folder
 
-CACHE = "onnxruntime-tensorrt"
+
+def open_bundle(engine: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> DevicePipeline | None:
+    """As `CardModule.open_bundle`."""
+    if not can_stay(bundle.settings):
+        return None
+    return open_on_card(engine, bundle, options, cuda.open_driver(card.ordinal or 0))
 
 
 def can_stay(settings: Settings) -> bool:
@@ -34,75 +43,44 @@ def can_stay(settings: Settings) -> bool:
     return True
 
 
-def open_on_card(
-    path: Path,
-    manifest: Manifest,
-    settings: Settings,
-    driver: Driver,
-    *,
-    provider: str = "cuda",
-    threads: int | None = None,
-    max_batch: int = 8,
-    compiled: str | None = None,
-) -> DevicePipeline:
-    """The bundle in `path` on the driver's card, which is closed with the pipeline, or here where this fails.
+def open_on_card(engine: Engine, bundle: Bundle, options: LoadOptions, driver: Driver) -> DevicePipeline:
+    """Open a bundle on the driver's card, which is closed with the pipeline, or here where this fails.
 
-    `provider` is ONNX Runtime's, or "cpu" for a driver whose memory is the host's; `compiled` as of `TracedSession`.
-    Raises UsageError for settings that are not for a card, BundleError for a graph that is missing, BackendError.
+    `engine` is a row of ONNX Runtime's, the one on the processor for a driver whose memory is the host's. Raises
+    UsageError for settings that are not for a card, BundleError for a graph that is missing, BackendError.
     """
+    settings, manifest = bundle.settings, bundle.manifest
     engines: dict[str, DeviceEngine] = {}
     try:
         check_settings(settings)
         with driver.current():
             stream = driver.stream()
             for role in settings.roles:
-                card = role_card(manifest, role, driver.card.ordinal, stream=stream.handle, graph=provider == "cuda")
-                engines[role] = _open(path, manifest, settings, role, provider, threads, card, compiled)
+                engines[role] = _open(engine, bundle, options, role, driver, stream)
         noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
-        return DevicePipeline(driver, stream, Engines.of(engines), manifest.schedule, settings, noise, max_batch)
+        graphs = Graphs.of(engines)
+        return DevicePipeline(driver, stream, graphs, manifest.schedule, settings, noise, options.max_batch)
     except BaseException:
-        for engine in engines.values():
-            engine.close()
+        for opened in engines.values():
+            opened.close()
         driver.close()
         raise
 
 
-def role_card(
-    manifest: Manifest, role: str, ordinal: int, *, stream: int | None = None, graph: bool = False
-) -> OnCard:  # fmt: skip
-    """How the session of a graph uses the card: features and score are in float32 whatever the denoiser is in."""
-    precision = str(manifest.network.get("precision", "fp32")) if role.endswith("_step") else "fp32"
-    return OnCard(ordinal, precision, stream, graph, _cache(manifest, role))
-
-
-def _cache(manifest: Manifest, role: str) -> Path | None:
-    """A folder for one graph with its weights; None for a user without a home."""
-    try:
-        return cache_folder() / CACHE / manifest.files_sha256[:16] / role
-    except OSError:
-        return None
-
-
 def _open(
-    path: Path,
-    manifest: Manifest,
-    settings: Settings,
-    role: str,
-    provider: str,
-    threads: int | None,
-    card: OnCard,
-    compiled: str | None,
-) -> DeviceEngine:
-    graph = manifest.graph(role, path)
-    if graph.session == "traced":
-        from mdps.runtime.traced import TracedEngine, TracedSession
+    engine: Engine, bundle: Bundle, options: LoadOptions, role: str, driver: Driver, stream: Stream
+) -> DeviceEngine:  # fmt: skip
+    entry = bundle.manifest.graph(role, bundle.path)
+    graph = GraphFile(bundle.path / entry.file, role, bundle, driver.card if engine.on_card else None)
+    if entry.session == "traced":
+        from mdps.runtime.engines import torch
 
-        session = TracedSession(
-            path / graph.file, settings.sampler, manifest.prediction, "cpu" if provider == "cpu" else "cuda", threads,
-            card.ordinal, compiled,
+        return torch.TracedEngine(
+            torch.open(engine, graph, options), bundle.manifest.preprocessing.network_size
         )  # fmt: skip
-        return TracedEngine(session, manifest.preprocessing.network_size)
-    return OrtEngine(OrtSession(path / graph.file, provider, threads, card))
+    recorded = engine.on_card and not engine.builds
+    card = CardOptions.of(graph, stream=stream.handle, recorded=recorded)
+    return OrtEngine(OrtSession(graph.file, engine, options.threads, card))
 
 
 class OrtEngine:

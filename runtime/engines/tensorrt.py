@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,104 +18,146 @@ from typing import Any
 import numpy as np
 
 from mdps.runtime.atomic import write_bytes
-from mdps.runtime.choice import BackendWarning
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cards import Card
+from mdps.runtime.device import cuda
 from mdps.runtime.device.pipeline import DevicePipeline, check_settings
-from mdps.runtime.device.program import Engines
-from mdps.runtime.device.seam import Buffer, Card, Driver, Stream
-from mdps.runtime.errors import BackendError, BundleError, first_line
+from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
+from mdps.runtime.engines import DEFAULT, Engine, named
+from mdps.runtime.engines.interface import Check, GraphFile
+from mdps.runtime.errors import BackendError, BackendWarning, BundleError, MdpsError, first_line
+from mdps.runtime.graphs import Graphs
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
-from mdps.runtime.plans import PlanEntry, plans_of
-from mdps.runtime.session import Port
-from mdps.runtime.settings import Settings
+from mdps.runtime.pipeline import Inspector
+from mdps.runtime.plans import PlanEntry
+from mdps.runtime.session import Port, Session
 from mdps.runtime.user_cache import cache_folder
 
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
-NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+
+def open(row: Engine, graph: GraphFile, options: LoadOptions) -> Session:
+    """As `EngineModule.open`, which is always refused: a plan is of a whole bundle's loop."""
+    raise BackendError(f"the engine {row.name} opens plans of a bundle, not a graph such as {graph.file}")
+
+
+def open_bundle(row: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> Inspector:
+    """As `CardModule.open_bundle`."""
+    return open_plans(row, bundle, options, partial(cuda.open_driver, card.ordinal or 0))
+
+
+def probe(row: Engine) -> Check:
+    """As `EngineModule.probe`: whether library, driver and card start, and the card is one that plans are for."""
+    try:
+        library = load_library(row)
+        driver = cuda.open_driver()
+        try:
+            served = served_capabilities(library) if is_rtx(row) else ()
+            if served and driver.card.compute_capability not in served:
+                raise BackendError(
+                    f"it has plans for compute capability {', '.join(served)}, here is {driver.card}: "
+                    "pip install 'mdps[tensorrt]' and use --engine tensorrt"
+                )
+            with driver.current():
+                _check_runtime(library)
+        finally:
+            driver.close()
+    except MdpsError as error:
+        return Check(row.name, False, str(error))
+    return Check(row.name, True, f"{row.title} {library.__version__} starts on {driver.card}; no plan was run")
+
+
+def _check_runtime(library: ModuleType) -> None:
+    """BackendError where the library does not start in the current context."""
+    log = logger(library)
+    try:
+        library.Runtime(log)
+    except Exception as error:  # the bindings raise whatever pybind11 makes of a null pointer
+        reason = log.reason() if log.errors else first_line(str(error))
+        raise BackendError(f"it does not start: {reason}") from error
 
 
 def open_plans(
-    path: Path,
-    manifest: Manifest,
-    settings: Settings,
-    backend: str,
-    open_card: Callable[[], Driver],
-    max_batch: int = 8,
-) -> DevicePipeline:
-    """The bundle in `path` on a card, by its plans of `backend`; only those that its passes and score need are loaded.
+    row: Engine, bundle: Bundle, options: LoadOptions, open_card: Callable[[], Driver]
+) -> DevicePipeline:  # fmt: skip
+    """Open a bundle on a card by its plans of `row`; only those that its passes and score need are loaded.
 
     Raises UsageError for settings that no plan serves, BundleError where the bundle lacks plans, BackendError where
     library, driver or card is missing, or a plan is for another card or release.
     """
+    manifest, settings = bundle.manifest, bundle.settings
     check_settings(settings)
-    entries = _entries(path, manifest, settings, backend)
-    library = load_library(backend)
+    entries = _entries(row, bundle)
+    library = load_library(row)
     driver = open_card()
     opened: dict[str, TrtEngine] = {}
     try:
         for entry in entries.values():
-            check_plan(entry, str(library.__version__), driver.card, path, manifest)
+            check_plan(entry, str(library.__version__), driver.card, bundle.path, manifest)
         with driver.current():
             stream = driver.stream()
-            loader = Loader(backend, library, driver)
+            loader = Loader(row, library, driver)
             for role, entry in entries.items():
-                opened[role] = loader.open(path / entry.file)
+                opened[role] = loader.open(bundle.path / entry.file)
         noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
-        return DevicePipeline(driver, stream, Engines.of(opened), manifest.schedule, settings, noise, max_batch)
+        graphs: Graphs[DeviceEngine] = Graphs.of(opened)
+        return DevicePipeline(driver, stream, graphs, manifest.schedule, settings, noise, options.max_batch)
     except BaseException:
         with suppress(BackendError), driver.current():
-            for engine in opened.values():
-                engine.close()
+            for one in opened.values():
+                one.close()
         driver.close()
         raise
 
 
-def _entries(path: Path, manifest: Manifest, settings: Settings, backend: str) -> dict[str, PlanEntry]:
+def _entries(row: Engine, bundle: Bundle) -> dict[str, PlanEntry]:
     """The plans of the graphs that these settings need, by role."""
-    if manifest.guidance_backend == "traced":
+    if bundle.manifest.guidance_backend == "traced":
         raise BackendError(
-            f"the guided step of {path} is a torch program, which has no plan (--guidance-backend traced): use the "
-            "backend onnxruntime"
+            f"the guided step of {bundle.path} is a torch program, which has no plan (--guidance-backend traced): use "
+            f"the engine {DEFAULT}"
         )
-    found = {entry.role: entry for entry in plans_of(manifest, str(path)) if entry.backend == backend}
-    if missing := [role for role in settings.roles if role not in found]:
-        raise BundleError(
-            f"{path} has no plan of {NAMES[backend]} for {', '.join(missing)}: {_rebuild(path, manifest, backend)}"
-        )
-    return {role: found[role] for role in settings.roles}
+    found = bundle.manifest.plans_of(row.name)
+    if missing := [role for role in bundle.settings.roles if role not in found]:
+        remedy = _rebuild(bundle.path, bundle.manifest, row)
+        raise BundleError(f"{bundle.path} has no plan of {row.title} for {', '.join(missing)}: {remedy}")
+    return {role: found[role] for role in bundle.settings.roles}
 
 
 def check_plan(entry: PlanEntry, version: str, card: Card, path: Path, manifest: Manifest) -> None:
     """Raise BackendError for a plan of another release, or of other cards: a library says little where it loads one."""
-    name = NAMES[entry.backend]
+    row = named(entry.engine)
     if entry.version != version:
         raise BackendError(
-            f"{path / entry.file} was built by {name} {entry.version}, here is {version}: "
-            + _rebuild(path, manifest, entry.backend)
+            f"{path / entry.file} was built by {row.title} {entry.version}, here is {version}: "
+            + _rebuild(path, manifest, row)
         )
     if card.compute_capability not in entry.compute_capabilities:
         cards = ", ".join(entry.compute_capabilities)
         raise BackendError(
             f"{path / entry.file} was built for compute capability {cards}, here is {card}: "
-            + _rebuild(path, manifest, entry.backend, card.compute_capability)
+            + _rebuild(path, manifest, row, card.compute_capability)
         )
 
 
-def _rebuild(path: Path, manifest: Manifest, backend: str, capability: str | None = None) -> str:
-    precision = manifest.network.get("precision", "fp32")
-    where = "on this machine " if backend == "tensorrt" else ""
-    option = f" --compute-capability {capability}" if capability and backend == "tensorrt-rtx" else ""
+def _rebuild(path: Path, manifest: Manifest, row: Engine, capability: str | None = None) -> str:
+    rtx = is_rtx(row)
+    option = f" --compute-capability {capability}" if capability and rtx else ""
     return (
-        f"{where}run `mdps export --ckpt {manifest.checkpoint.name} --out {path} --force --precision {precision} "
-        f"--backend {backend}{option}`, with the options of its export"
+        f"{'' if rtx else 'on this machine '}run `mdps export --ckpt {manifest.checkpoint.name} --out {path} --force "
+        f"--precision {manifest.precision} --engine {row.name}{option}`, with the options of its export"
     )
+
+
+def is_rtx(row: Engine) -> bool:
+    """Whether its plans are for cards that need not be here, and kernels are compiled on the card."""
+    return row.name == "tensorrt-rtx"
 
 
 @dataclass
 class Loader:
     """Opens plans of one library on one card, for one stream."""
 
-    backend: str
+    row: Engine
     library: Any
     driver: Driver
 
@@ -128,10 +170,10 @@ class Loader:
         log.errors.clear()
         runtime = self.library.Runtime(log)
         engine = runtime.deserialize_cuda_engine(file.read_bytes())
-        name = f"{NAMES[self.backend]} {self.library.__version__}"
+        name = f"{self.row.title} {self.library.__version__}"
         if engine is None:
             raise BackendError(f"{name} does not load {file}: {log.reason()}: export it again on this machine")
-        kernels = Kernels(file, self.library, self.driver.card) if self.backend == "tensorrt-rtx" else None
+        kernels = Kernels(file, self.library, self.driver.card) if is_rtx(self.row) else None
         # The key of the plan stands in its file's name, and so in every result: a plan built again is another one.
         provider = f"{name} on {self.driver.card.name}, plan {file.stem.rpartition('.')[2]}"
         return TrtEngine(file, self.library, engine, self.scratch, provider, kernels)
@@ -303,21 +345,18 @@ class Kernels:
             )
 
 
-def load_library(backend: str, needed: str = "Runtime") -> ModuleType:
-    """The Python module of "tensorrt" or "tensorrt-rtx"; BackendError where it is missing or lacks a class."""
+def load_library(row: Engine, needed: str = "Runtime") -> ModuleType:
+    """The Python module of TensorRT or TensorRT-RTX; BackendError where it is missing or lacks a class."""
+    install = f"pip install 'mdps[{row.extra}]'"
     try:
-        library = importlib.import_module(MODULES[backend])
+        library = importlib.import_module(row.library)
     except (ImportError, OSError) as error:  # OSError: a library of it that does not load
-        remedy = (
-            "NVIDIA's index has the libraries that PyPI lacks" if backend == "tensorrt" else "Linux x86-64 or Windows"
-        )
+        remedy = "Linux x86-64 or Windows" if is_rtx(row) else "NVIDIA's index has the libraries that PyPI lacks"
         raise BackendError(
-            f"{NAMES[backend]} cannot be imported ({first_line(str(error))}): pip install 'mdps[{backend}]' ({remedy})"
+            f"{row.title} cannot be imported ({first_line(str(error))}): {install} ({remedy})"
         ) from error
     if not hasattr(library, needed):
-        raise BackendError(
-            f"{MODULES[backend]} is installed without its libraries: pip install 'mdps[{backend}]' again"
-        )
+        raise BackendError(f"{row.library} is installed without its libraries: {install} again")
     return library
 
 

@@ -1,4 +1,4 @@
-"""The guided step through torch: the denoiser is a torch.export program and its gradient is autograd's.
+"""Torch, for the guided step of a traced bundle: the denoiser is a torch.export program and its gradient is autograd's.
 
 The oracle for the exported gradient, and the way for networks whose backward cannot be lowered to ONNX. On a card it
 works in the memory of the engines that run the other graphs. The only module of the runtime that knows torch, and only
@@ -15,8 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.device.seam import Buffer, Stream
-from mdps.runtime.errors import BackendError, BundleError, UsageError, first_line
+from mdps.runtime.engines import DEFAULT, Engine
+from mdps.runtime.engines.interface import Check, GraphFile, tried
+from mdps.runtime.errors import BackendError, BundleError, UsageError, first_line, require
 from mdps.runtime.pt2 import check_program
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
 from mdps.runtime.settings import SamplerSettings
@@ -24,6 +27,22 @@ from mdps.runtime.threads import available_cpus
 
 Prediction = Literal["eps", "v", "x0"]
 _IMAGE, _SCALAR = (None, 3, None, None), ()
+
+
+def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "TracedSession":
+    """As `EngineModule.open`: on the graph's card, or on the processor where it has none."""
+    require(graph.bundle is not None, f"{graph.file} needs its bundle: load that")
+    assert graph.bundle is not None
+    return TracedSession(
+        graph.file, graph.bundle.settings.sampler, graph.bundle.manifest.prediction,
+        "cuda" if graph.card else "cpu", options.threads, (graph.card.ordinal if graph.card else 0) or 0,
+        options.torch_compile,
+    )  # fmt: skip
+
+
+def probe(engine: Engine) -> Check:
+    """As `EngineModule.probe`."""
+    return tried(engine, lambda x: (_library().tensor(x) * 2).tolist())
 
 
 class TracedSession:
@@ -223,7 +242,9 @@ def _device(torch: Any, provider: str, ordinal: int) -> Any:
     if provider not in ("cpu", "cuda"):
         raise UsageError(f"the traced guidance backend runs on cpu or cuda, not on {provider!r}")
     if provider == "cuda" and not torch.cuda.is_available():
-        raise BackendError('cuda was asked for, but torch finds no CUDA device here: repair it, or ask for "cpu"')
+        raise BackendError(
+            f"a card was asked for, but torch finds no CUDA device here: repair it, or ask for the engine {DEFAULT}"
+        )
     if provider == "cpu":
         return torch.device("cpu")
     torch.backends.cudnn.allow_tf32 = False  # on by default: ten bits of mantissa are no float32

@@ -1,0 +1,119 @@
+"""A bundle to be opened, and how: the two objects that go whole from a caller to what opens an engine."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Self, TypedDict
+
+from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, named
+from mdps.runtime.errors import require
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.option import Option
+from mdps.runtime.settings import Settings
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a bundle is loaded. UsageError for a value out of its range.
+
+    `engine` is a name of `mdps.runtime.engines`: "onnxruntime", "openvino" and "mnn" compute on the processor, the last
+    one bundles exported with `--engine mnn`; "auto" is the fastest of those installed, which is measured on this bundle
+    for a moment the first time and then remembered (see `choice`, which warns with a BackendWarning where it cannot).
+    "openvino-bf16" computes the steps in bfloat16, on processors that have it: faster, with other scores, so that it
+    needs its own calibration. "torch" is for bundles made with `--guidance-backend traced`, whose guided step runs in
+    torch on "onnxruntime" too. "onnxruntime-cuda" and "onnxruntime-tensorrt" run the graphs on an NVIDIA card,
+    "tensorrt" and "tensorrt-rtx" the bundle's engine plans (docs/use/gpu.md).
+
+    `device` is the card for those: its index as nvidia-smi shows it, or its UUID or the beginning of that; by default
+    the first one CUDA shows. A card without room for the bundle is refused before anything is opened. `torch_compile`
+    is a back end of torch.compile, such as "inductor", for the guided step of a traced bundle.
+
+    `samples` (N_s), `seed` and `early_exit` override the bundle's, in the ranges of `SamplerSettings`; an early exit
+    needs a calibration. At most `max_batch` (1 or more) posterior samples are computed at once, by so many `threads` of
+    the processor, by default all this process may use. `product` is the calibration's name; with `calibrated` there
+    must be one, made with the same number of samples, without it the results have no verdict. `warm_up` runs one image.
+    """
+
+    samples: Annotated[int | None, Option("Posterior samples an image [default: the bundle's].", low=1)] = None
+    early_exit: Annotated[
+        float | None,
+        Option(
+            "Skip the mask pass where the first one scores no higher than this share of good parts did, 0.05 to 0.95 "
+            "[default: the bundle's, which is 0, off].",
+            low=0,
+            high=0.95,
+        ),
+    ] = None
+    product: Annotated[str, Option("Which of the bundle's calibrations.")] = "default"
+    threads: Annotated[int | None, Option("Processor threads [default: all this process may use].", low=1)] = None
+    engine: Annotated[
+        str,
+        Option(
+            "What computes; auto measures once which is fastest on this CPU, and remembers. mnn, torch, tensorrt and "
+            "tensorrt-rtx run a bundle that was exported for them. openvino-bf16 rounds the steps to bfloat16, faster "
+            "on processors that have it, and needs its own calibration. All of tensorrt and cuda need an NVIDIA card.",
+            words=(*(one.name for one in ENGINES), AUTO),
+        ),
+    ] = DEFAULT
+    device: Annotated[
+        str | int | None,
+        Option("Card to compute on: its index as nvidia-smi shows it, or its UUID [default: CUDA's first]."),
+    ] = None
+    seed: int | None = None
+    calibrated: bool = True
+    max_batch: int = 8
+    warm_up: bool = True
+    torch_compile: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.max_batch >= 1, f"max_batch {self.max_batch} should be at least 1")
+        require(self.threads is None or self.threads >= 1, f"threads should be at least 1, not {self.threads}")
+        if self.engine != AUTO:
+            named(self.engine)
+
+    @property
+    def arithmetic(self) -> str:
+        """What the engine computes the steps in, "" for the bundle's own precision."""
+        return "" if self.engine == AUTO else named(self.engine).arithmetic
+
+    def override(self, settings: Settings) -> Settings:
+        """Return `settings` with the samples, seed and early exit asked for; UsageError out of their range."""
+        given = {name: getattr(self, name) for name in ("samples", "seed", "early_exit")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(settings, sampler=replace(settings.sampler, **changes))
+
+    def command_line(self, *names: str) -> str:
+        """The options of a command that ask for the same, of the fields `names`; nothing for what is the default."""
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(LoadOptions, name)}
+        return "".join(f" --{name.replace('_', '-')} {value}" for name, value in given.items())
+
+
+class LoadFields(TypedDict, total=False):
+    """The fields of `LoadOptions`, for type checkers: a test compares them."""
+
+    samples: int | None
+    early_exit: float | None
+    product: str
+    threads: int | None
+    engine: str
+    device: str | int | None
+    seed: int | None
+    calibrated: bool
+    max_batch: int
+    warm_up: bool
+    torch_compile: str | None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle's folder, what it says of itself, and the settings to judge with: its own, or what overrides them."""
+
+    path: Path
+    manifest: Manifest
+    settings: Settings
+
+    @classmethod
+    def read(cls, path: Path | str, options: LoadOptions | None = None) -> Self:
+        """Read the manifest and check every file's hash; UsageError for a setting out of its range, BundleError."""
+        manifest = Manifest.read(path)
+        settings = (options or LoadOptions()).override(manifest.settings)
+        return cls(Path(path), manifest, settings)
