@@ -12,7 +12,7 @@ from mdps.models.oracle import Oracle, posterior_sampling
 from mdps.models.unet import UNet
 
 VIEWS = ("alias", "detach", "getitem", "lift_fresh_copy")
-"""What a trace notes and no engine would compute."""
+"""Operations that a trace notes and no engine would compute."""
 
 
 def autograd_operations(network: UNet, oracle: Oracle, size: tuple[int, int]) -> dict[str, int]:
