@@ -1,5 +1,7 @@
 """The programs of examples/ run as a user runs them, and find what the package finds."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +61,33 @@ def test_evaluate_counts_what_the_detector_misses(
     ]
 
 
-@pytest.mark.parametrize("name", ["predict.py", "evaluate.py"])
+def test_an_engine_of_ones_own_judges_as_the_default_one(
+    line_bundle: Path, images: list[Path], results: list[Result]
+) -> None:
+    done = run("own_engine.py", line_bundle, images[0])
+    assert done.returncode == 0, done.stderr
+    verdict, score, computed_by = re.fullmatch(r"(\w+), score (\S+), by (.*)\n", done.stdout).groups()
+    assert verdict == results[0].verdict
+    assert float(score) == pytest.approx(results[0].score, abs=1e-3)
+    assert set(ast.literal_eval(computed_by).values()) == {"onnx.reference"}
+
+
+def test_the_three_lines_of_the_readme_give_a_verdict(
+    line_bundle: Path, images: list[Path], results: list[Result], tmp_path: Path
+) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert sum(bool(line.strip()) for line in code.splitlines()) == 3
+    (tmp_path / "bundle").symlink_to(line_bundle)
+    (tmp_path / "part.png").symlink_to(images[0])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{results[0].verdict}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["predict.py", "evaluate.py", "own_engine.py"])
 def test_mistakes_are_sentences(name: str, line_bundle: Path, tmp_path: Path) -> None:
     assert run(name).stderr.startswith("usage: ")
-    done = run(name, tmp_path / "nowhere", tmp_path, tmp_path)
+    done = run(name, tmp_path / "nowhere", tmp_path, *[tmp_path] * (name == "evaluate.py"))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "nowhere" in done.stderr

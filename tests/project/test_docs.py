@@ -106,16 +106,20 @@ def test_pages_that_code_and_messages_name_are_there() -> None:
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
-def first_steps(name: str, heading: str) -> list[str]:
-    """The commands of the first example below a heading, without comments."""
+def steps(name: str, heading: str, number: int) -> list[str]:
+    """Return the commands of an example below a heading, by its number, without comments and broken lines."""
     below = (ROOT / name).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
-    example = re.search(r"(?:^    .*\n)+", below, re.MULTILINE)
-    assert example
-    return [line.partition("  #")[0].strip() for line in example[0].splitlines()]
+    example = re.findall(r"(?:^    .*\n)+", below, re.MULTILINE)[number]
+    return [line.partition("  #")[0].strip() for line in re.sub(r"\\\n +", "", example).splitlines()]
 
 
 def test_the_first_steps_on_a_card_are_the_same_everywhere() -> None:
-    short = first_steps("README.md", "### You have an RTX card")
-    full = first_steps("docs/use/gpu.md", "## From a fresh machine to the first verdict")
-    assert len(short) == 6
-    assert full[-6:] == short
+    short = steps("README.md", "## You have an RTX card", 0)
+    assert len(short) == 4
+    assert steps("docs/use/gpu.md", "## From a fresh machine to the first verdict", 1)[-3:] == short[1:]
+
+
+def test_the_readme_is_short_and_begins_with_python() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    assert re.match(r"# mdps\n\n```python\n", text)
