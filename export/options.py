@@ -144,7 +144,7 @@ class ExportOptions:
 
     @property
     def writes(self) -> str:
-        """What files of its own the engine reads: "own" or "plans"; "" without one."""
+        """The kind of files of its own that the engine reads: "own" or "plans"; "" without one."""
         return named(self.engine).reads if self.engine else ""
 
     def __post_init__(self) -> None:

@@ -72,7 +72,7 @@ class LoadOptions:
 
     @property
     def arithmetic(self) -> str:
-        """What the engine computes the steps in, "" for the bundle's own precision."""
+        """The arithmetic that the engine computes the steps in, "" for the bundle's own precision."""
         return "" if self.engine == AUTO else named(self.engine).arithmetic
 
     def override(self, settings: Settings) -> Settings:

@@ -23,7 +23,7 @@ class CalibrationWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Calibration(Record):
-    """What good parts look like to one detector.
+    """The scores and maps of good parts, as one detector sees them.
 
     A score above `threshold` is a "fail". `false_alarm_rate` was asked for; `expected_false_alarm_rate` is what
     `images` good images can promise. `mask_low` and `mask_high` bound the maps of the first pass (the frozen mask

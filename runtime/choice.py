@@ -37,7 +37,7 @@ Probe = Callable[[], object]
 
 @dataclass(frozen=True)
 class CpuSituation:
-    """What a choice depends on; one that was made in another situation does not count."""
+    """The circumstances of a choice; one that was made in another situation does not count."""
 
     bundle: str
     cpu: str

@@ -23,7 +23,7 @@ from mdps.runtime.settings import Settings
 
 @dataclass(frozen=True)
 class Result:
-    """What the detector says of one picture.
+    """The detector's result for one picture.
 
     `verdict` is "fail" where `score` exceeds `threshold`; both it and the threshold are None without a calibration.
     `anomaly_map` [H, W] float32, larger is more anomalous; `mask` [H, W] bool, the mask of the method, made from the
@@ -78,7 +78,7 @@ class Detector:
 
     @property
     def provenance(self) -> dict[str, object]:
-        """What a stored result should carry: checkpoint, settings, calibration, versions, and what computes."""
+        """Provenance for a stored result: checkpoint, settings, calibration, versions and engines."""
         return {
             "bundle": self.manifest.name,
             "checkpoint": self.manifest.checkpoint.to_json(),

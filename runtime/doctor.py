@@ -19,7 +19,7 @@ _AFTER = ("cuda-bindings", "timm", "onnx", "onnxscript", "onnxslim")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `mdps doctor` says. `problems` are sentences with what to do.
+    """The report of `mdps doctor`. `problems` are sentences with what to do.
 
     `cpus_limited_by` names what makes `cpus` fewer than `cpus_of_host`; None where they are all used.
     """
@@ -68,7 +68,7 @@ def _tried(engine: Engine) -> Check | None:
 
 
 def _engine_problems(checks: Sequence[Check]) -> list[str]:
-    """What keeps the default engine from working, or all."""
+    """Return what keeps the default engine from working, or all."""
     faults = [check.reason for check in checks if check.name == DEFAULT and not check.usable]
     if not faults and not any(check.usable for check in checks):
         return ["no engine works here: pip install 'mdps[cpu]', or mdps[gpu] on an NVIDIA card"]

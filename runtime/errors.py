@@ -1,4 +1,4 @@
-"""What can go wrong, as one sentence a user can act on; `exit_code` is the code the command line leaves with."""
+"""Errors as one sentence that a user can act on; `exit_code` is the code the command line leaves with."""
 
 
 class MdpsError(Exception):

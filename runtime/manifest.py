@@ -1,4 +1,4 @@
-"""What a bundle says about itself: `manifest.json`, with a hash of every file beside it."""
+"""A bundle's description of itself: `manifest.json`, with a hash of every file beside it."""
 
 import hashlib
 import json

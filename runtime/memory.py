@@ -42,7 +42,7 @@ class Need:
 
 
 def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapping[str, str] | None = None) -> Need:
-    """What the graphs `roles` take for `samples` at once; `files` names the file of a role where it is not its graph's.
+    """Estimate the memory of the graphs `roles` for `samples` at once; `files` names files other than the graphs.
 
     Such a file, an engine plan, holds its weights itself.
     """

@@ -20,7 +20,7 @@ _KEPT_BYTES = 256 * 2**20
 
 
 class Noise(Protocol):
-    """What a sampler draws from; tests put recorded noise here."""
+    """The noise that a sampler draws; tests put recorded noise here."""
 
     def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
         """Noise of mean 0 and variance 1, [images * samples, 3, H, W], the same for every image, image-major."""

@@ -1,4 +1,4 @@
-"""What is odd about pictures for a network, told from what their files say of themselves: one sentence each.
+"""Warnings about pictures that are odd for a network, by what their files say of themselves: one sentence each.
 
 Nothing is decoded, so that thousands of files are looked through in a moment.
 """
@@ -22,7 +22,7 @@ _DARK = "65535 counts as white, so images of 10 or 12 bits are nearly black; con
 
 
 class Header(NamedTuple):
-    """What a file says of itself: (width, height) and Pillow's mode."""
+    """A file's own description: (width, height) and Pillow's mode."""
 
     size: tuple[int, int]
     mode: str

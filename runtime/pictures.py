@@ -81,7 +81,7 @@ def read_image(image: Any) -> "Image.Image":
 
 
 def turn_of(image: "Image.Image") -> "Image.Transpose | None":
-    """What brings the image upright, by its EXIF orientation; None for nothing. Loads it.
+    """Return the transposition that turns the image upright by its EXIF orientation; None for nothing. Loads it.
 
     Not `ImageOps.exif_transpose`, which writes the whole EXIF block anew and fails at one odd value of a camera.
     """

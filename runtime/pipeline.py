@@ -22,7 +22,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found on B images with N_s samples each.
+    """The arrays found on B images with N_s samples each.
 
     `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `first_map` and `first_score` are those of the first pass (the same
     where there is no other); `mask` [B, 1, H, W], made from `first_map`, is the one the masked pass ran under;
@@ -41,7 +41,7 @@ class Inspection:
 
 
 class Inspector(Protocol):
-    """What a detector stands on: `Pipeline`, or another way to compute the same."""
+    """The foundation of a detector: `Pipeline`, or another way to compute the same."""
 
     @property
     def settings(self) -> Settings:
@@ -49,7 +49,7 @@ class Inspector(Protocol):
 
     @property
     def engines(self) -> dict[str, str]:
-        """What runs each graph, as its engine says."""
+        """The provider that runs each graph, as its engine says."""
 
     @property
     def on_card(self) -> bool:
@@ -91,7 +91,6 @@ class Pipeline:
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
-        """As `Inspector.inspect`."""
         check_range(self.settings, mask_range)
         found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in chunks(observations, self.at_once)])
         check_finite(found.anomaly_map, found.anomaly_score)
@@ -118,7 +117,6 @@ class Pipeline:
         )
 
     def first_maps(self, observations: Array) -> Array:
-        """As `Inspector.first_maps`."""
         clock, parts = _Clock(), []
         for chunk in chunks(observations, self.at_once):
             _, found = self._first(chunk, self._features(chunk, clock), (0.0, 1.0), clock)
@@ -135,12 +133,11 @@ class Pipeline:
 
     @property
     def on_card(self) -> bool:
-        """As `Inspector.on_card`: it does not."""
+        """Whether the loop stays on a card: it does not."""
         return False
 
     @property
     def engines(self) -> dict[str, str]:
-        """As `Inspector.engines`."""
         return {role: session.provider for role, session in self.graphs.roles.items()}
 
     def close(self) -> None:
@@ -214,7 +211,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the masked pass needs of the first one."""
+    """The part of the first pass that the masked one needs."""
 
     observations: Array
     features: Arrays

@@ -1,4 +1,4 @@
-"""What an export computed in one step, kept in the bundle: an engine it did not compare is compared when first loaded.
+"""An export's results in one step, kept in the bundle: an engine it did not compare is compared when first loaded.
 
 The gate of an export covers the engines, releases and the processor that were there. Another one may compute wrongly,
 and nothing in its results would show it. The inputs are drawn again from a stream that never changes; of the outputs
@@ -77,7 +77,7 @@ class Reference(Record):
     def measured(
         cls, sessions: Sessions, size: tuple[int, int], mask: MaskSettings, scalars: dict[str, dict[str, float]]
     ) -> Self:
-        """What these sessions compute; `size` is the network's."""
+        """Return what these sessions compute; `size` is the network's."""
         runs = _Runs(0, scalars, size, mask, sessions, samples=1)
         return cls(0, scalars, {role: {k: Output.of(v) for k, v in runs.of(role).items()} for role in sessions})
 
@@ -226,7 +226,7 @@ def compared(
 
 
 def tolerance(manifest: Manifest, role: str, arithmetic: str) -> float:
-    """What a graph may be off: features and scores are in float32 whatever the steps are in."""
+    """Return the tolerance of a graph: features and scores are in float32 whatever the steps are in."""
     return TOLERANCES[arithmetic or manifest.precision if role in STEPS else "fp32"]
 
 
@@ -240,7 +240,7 @@ def identity(session: Session) -> str:
 
 @dataclass(frozen=True)
 class _Known:
-    """What was compared: by the export, and on this machine."""
+    """The comparisons made: by the export, and on this machine."""
 
     bundle: str
     processor: str
@@ -277,7 +277,7 @@ class _Known:
 
 
 def _entries() -> dict[str, Any]:
-    """What was remembered; nothing where that cannot be read, for then all is compared again."""
+    """Return what was remembered; nothing where that cannot be read, for then all is compared again."""
     try:
         entries = json.loads((cache_folder() / CACHE_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -117,7 +117,7 @@ def alone(x_t: Image) -> dict[str, Image]:
 
 
 def step_scalars(step: Step) -> dict[str, Image]:
-    """What a step graph is told of a step, by the names of its inputs."""
+    """Return the scalars of a step, by the names of the step graph's inputs."""
     values = {
         "timestep": step.timestep,
         "alpha_t": step.alpha_t,

@@ -36,7 +36,7 @@ class Session(Protocol):
 
     @property
     def provider(self) -> str:
-        """What really computes, as the engine itself reports it."""
+        """The provider that really computes, as the engine itself reports it."""
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
         """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
@@ -53,7 +53,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Port:
-    """What one input takes; None stands for any length of a dimension."""
+    """The type and shape that one input takes; None stands for any length of a dimension."""
 
     name: str
     dtype: np.dtype[Any]
@@ -104,7 +104,6 @@ class CopyingRun:
     feeds: Mapping[str, NDArray[Any]]
 
     def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
-        """As `BoundRun.run`."""
         found = self.session.run({**self.feeds, **feeds}, list(into))
         for name, array in into.items():
             array[...] = found[name]
@@ -136,7 +135,7 @@ class ChunkedSession:
         return self.session.provider
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """What the wrapped session would return for the whole batch."""
+        """Return what the wrapped session would for the whole batch."""
         cuts = self._cuts(feeds)
         if len(cuts) <= 1:
             return self.session.run(feeds, outputs)

@@ -210,7 +210,7 @@ def reference_settings(
     skip: int,
     mask_lambda: float,
 ) -> Settings:
-    """What the authors' published code does, with the numbers of one category's preset.
+    """Return the settings of the authors' published code, with the numbers of one category's preset.
 
     `mask_steps` is the noise level of the mask-making first pass, 0 for none: then the only pass has `test_steps`, its
     noise level, and `guidance`. A pass calls the network every `skip` timesteps. UsageError as the settings' own.

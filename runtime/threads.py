@@ -14,7 +14,7 @@ def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def cpus_limited_by(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> str | None:
-    """What keeps this process from some of the machine's processors, such as `OMP_NUM_THREADS`; None for nothing."""
+    """Name what keeps this process from some of the processors, such as `OMP_NUM_THREADS`; None for nothing."""
     limits = _limits(proc, root)
     name = min(limits, key=lambda key: limits[key])
     return name if math.ceil(limits[name]) < (os.cpu_count() or 1) else None

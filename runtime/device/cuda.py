@@ -76,7 +76,6 @@ class CudaDriver:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As `Driver.current`."""
         self._call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -85,11 +84,9 @@ class CudaDriver:
                 _call(self._cuda, "cuCtxPopCurrent")
 
     def free_memory(self) -> int:
-        """As `Driver.free_memory`."""
         return int(self._call("cuMemGetInfo")[0])
 
     def allocate(self, nbytes: int) -> int:
-        """As `Driver.allocate`."""
         try:
             (address,) = self._call("cuMemAlloc", nbytes)
         except _CudaError as error:
@@ -98,70 +95,55 @@ class CudaDriver:
         return int(address)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """As `Driver.pinned`."""
         (address,) = self._call("cuMemHostAlloc", nbytes, _PORTABLE)
         self._host.append(int(address))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(address)))
 
     def stream(self) -> Stream:
-        """As `Driver.stream`."""
         (stream,) = self._call("cuStreamCreate", _NON_BLOCKING)
         self._streams.append(_Stream(int(stream)))
         return self._streams[-1]
 
     def event(self) -> Event:
-        """As `Driver.event`."""
         (event,) = self._call("cuEventCreate", 0)
         self._events.append(event)
         return event
 
     def upload(self, to: int, array: NDArray[Any], stream: Stream) -> None:
-        """As `Driver.upload`."""
         self._call("cuMemcpyHtoDAsync", to, array.ctypes.data, array.nbytes, stream.handle)
 
     def download(self, into: NDArray[Any], source: int, stream: Stream) -> None:
-        """As `Driver.download`."""
         self._call("cuMemcpyDtoHAsync", into.ctypes.data, source, into.nbytes, stream.handle)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        """As `Driver.copy`."""
         self._call("cuMemcpyDtoDAsync", to, source, nbytes, stream.handle)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """As `Driver.record`."""
         self._call("cuEventRecord", event, stream.handle)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """As `Driver.wait`."""
         self._call("cuStreamWaitEvent", stream.handle, event, 0)
 
     def finish(self, event: Event) -> None:
-        """As `Driver.finish`."""
         self._call("cuEventSynchronize", event)
 
     def milliseconds(self, start: Event, end: Event) -> float:
-        """As `Driver.milliseconds`."""
         return float(self._call("cuEventElapsedTime", start, end)[0])
 
     def begin_capture(self, stream: Stream) -> None:
-        """As `Driver.begin_capture`."""
         self._check_open()
         self._recorder.begin(stream)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """As `Driver.end_capture`."""
         return self._recorder.end(stream)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """As `Driver.launch`."""
         self._call("cuGraphLaunch", graph, stream.handle)
 
     def synchronise(self, stream: Stream) -> None:
-        """As `Driver.synchronise`."""
         self._call("cuStreamSynchronize", stream.handle)
 
     def close(self) -> None:
-        """As `Driver.close`."""
         if self._closed:
             return
         with suppress(BackendError), self.current():
@@ -206,12 +188,10 @@ class PyCudaDriver:
 
     @property
     def captures(self) -> bool:
-        """As `Driver.captures`."""
         return self._recorder is not None
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """As `Driver.current`."""
         with self._refusing("pushing the context"):
             self._context.push()
         try:
@@ -221,12 +201,10 @@ class PyCudaDriver:
                 self._context.pop()
 
     def free_memory(self) -> int:
-        """As `Driver.free_memory`."""
         with self._refusing("asking for free memory"):
             return int(self._drv.mem_get_info()[0])
 
     def allocate(self, nbytes: int) -> int:
-        """As `Driver.allocate`."""
         try:
             with self._refusing("allocating memory"):
                 memory = self._drv.mem_alloc(nbytes)
@@ -236,76 +214,62 @@ class PyCudaDriver:
         return int(memory)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """As `Driver.pinned`."""
         with self._refusing("page-locking memory"):
             array: NDArray[Any] = self._drv.pagelocked_empty(nbytes, np.uint8)
         self._host.append(array.base)
         return array
 
     def stream(self) -> Stream:
-        """As `Driver.stream`."""
         with self._refusing("making a stream"):
             return self._drv.Stream(_NON_BLOCKING)  # type: ignore[no-any-return]
 
     def event(self) -> Event:
-        """As `Driver.event`."""
         with self._refusing("making an event"):
             return self._drv.Event()
 
     def upload(self, to: int, array: NDArray[Any], stream: Stream) -> None:
-        """As `Driver.upload`."""
         with self._refusing("an upload"):
             self._drv.memcpy_htod_async(to, array, stream)
 
     def download(self, into: NDArray[Any], source: int, stream: Stream) -> None:
-        """As `Driver.download`."""
         with self._refusing("a download"):
             self._drv.memcpy_dtoh_async(into, source, stream)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        """As `Driver.copy`."""
         with self._refusing("a copy"):
             self._drv.memcpy_dtod_async(to, source, nbytes, stream)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """As `Driver.record`."""
         with self._refusing("recording an event"):
             event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """As `Driver.wait`."""
         with self._refusing("waiting for an event"):
             stream.wait_for_event(event)  # type: ignore[attr-defined]
 
     def finish(self, event: Event) -> None:
-        """As `Driver.finish`."""
         with self._refusing("waiting for the card"):
             event.synchronize()
 
     def milliseconds(self, start: Event, end: Event) -> float:
-        """As `Driver.milliseconds`."""
         with self._refusing("taking the time"):
             return float(start.time_till(end))
 
     def begin_capture(self, stream: Stream) -> None:
-        """As `Driver.begin_capture`."""
         self._graphs().begin(stream)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """As `Driver.end_capture`."""
         return self._graphs().end(stream)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """As `Driver.launch`."""
         self._graphs().launch(graph, stream)
 
     def synchronise(self, stream: Stream) -> None:
-        """As `Driver.synchronise`."""
         with self._refusing("waiting for the card"):
             stream.synchronize()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """As `Driver.close`; pycuda frees streams and events when nobody holds them any more, the context never."""
+        """Close; pycuda frees streams and events when nobody holds them any more, the context never."""
         if self._closed:
             return
         with suppress(BackendError), self.current():
@@ -371,7 +335,7 @@ class _Stream:
 
 
 class _CudaError(BackendError):
-    """What CUDA refused, with its code."""
+    """A call that CUDA refused, with its code."""
 
     def __init__(self, sentence: str, code: int) -> None:
         super().__init__(sentence)
@@ -383,7 +347,7 @@ _CLOSED = "this card was closed: load the bundle again"
 
 
 def _call(cuda: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """What a function of the driver gives, without its status; _CudaError where that is not success."""
+    """Return the result of a function of the driver without its status; _CudaError where that is not success."""
     status, *values = getattr(cuda, name)(*arguments)
     if int(status):
         _, text = cuda.cuGetErrorString(status)

@@ -65,25 +65,23 @@ class DevicePipeline:
 
     @property
     def on_card(self) -> bool:
-        """As `Inspector.on_card`: it does."""
+        """Whether the loop stays on a card: it does."""
         return True
 
     @property
     def engines(self) -> dict[str, str]:
-        """As `Inspector.engines`."""
         return {role: engine.provider for role, engine in self._engines_on_card.roles.items()}
 
     def inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
-        """As `Inspector.inspect`; of images computed together all go through the masked pass, or none."""
+        """Inspect; of images computed together all go through the masked pass, or none."""
         check_range(self.settings, mask_range)
         found = joined(self._each(observations, mask_range, exit_limit, only_first=False))
         check_finite(found.anomaly_map, found.anomaly_score)
         return found
 
     def first_maps(self, observations: Array) -> Array:
-        """As `Inspector.first_maps`."""
         found = joined(self._each(observations, (0.0, 1.0), None, only_first=True))
         check_finite(found.first_map, found.first_score)
         return found.first_map
@@ -96,7 +94,6 @@ class DevicePipeline:
         return np.concatenate(parts)
 
     def close(self) -> None:
-        """As `Inspector.close`."""
         if self._closed:
             return
         self._closed = True
@@ -153,7 +150,7 @@ class DevicePipeline:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the engines take at once: images, posterior samples (rows), and their size in pixels."""
+    """The most that the engines take at once: images, posterior samples (rows), and their size in pixels."""
 
     images: int
     rows: int
@@ -302,7 +299,7 @@ class _Run:
         device.driver.record(self._slot.done, device.stream)
 
     def result(self) -> Inspection:
-        """What was found, once it is here."""
+        """Return what was found, once it is here."""
         self._loaded.device.driver.finish(self._slot.done)
         found = {name: array.copy() for name, array in self._slot.found.items()}
         maps, scores, samples = found["map"], found["score"], found["samples"]

@@ -1,4 +1,4 @@
-"""What a card does for one batch size: stages of copies and runs over buffers that are allocated once.
+"""A card's work for one batch size: stages of copies and runs over buffers that are allocated once.
 
 A binding has fixed addresses, so what a step reads is copied to it first: x of the step before, its noise, its scalars.
 Posterior samples beyond what a plan takes at once go through the same binding in chunks, each through all its steps.
@@ -312,7 +312,7 @@ class Program:
             step.bound.enqueue(self._device.stream)
 
     def _repeat(self, images: Buffer, samples: Buffer, start: int) -> None:
-        """What belongs to each image, once for each of its samples, from sample `start` on."""
+        """Repeat what belongs to each image for each of its samples, from sample `start` on."""
         row = images.nbytes // self.images
         if self._samples == 1:
             self._device.copy(samples.address, images.address + start * row, samples.nbytes)

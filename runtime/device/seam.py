@@ -94,7 +94,7 @@ class Driver(Protocol):
         """The event happens when the stream is that far. Recording it again replaces what it stood for."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is asked for from now on begins after the event, as it was recorded last."""
+        """Let the stream's further work begin after the event, as it was recorded last."""
 
     def finish(self, event: Event) -> None:
         """The calling thread waits for the event, and meanwhile holds no lock of Python's."""
@@ -106,7 +106,7 @@ class Driver(Protocol):
         """From now on what this thread asks of the stream is recorded and not done."""
 
     def end_capture(self, stream: Stream) -> Graph:
-        """What was recorded since, ready to be launched."""
+        """Return what was recorded since, ready to be launched."""
 
     def launch(self, graph: Graph, stream: Stream) -> None:
         """Do on the stream what was recorded, at the addresses it was recorded with."""
@@ -138,7 +138,7 @@ class DeviceEngine(Protocol):
 
     @property
     def provider(self) -> str:
-        """What really computes, as the library itself reports it."""
+        """The provider that really computes, as the library itself reports it."""
 
     @property
     def largest(self) -> Mapping[str, tuple[int, ...]]:

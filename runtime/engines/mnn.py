@@ -27,12 +27,11 @@ _QUIET = threading.Lock()
 
 
 def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "MnnSession":
-    """As `EngineModule.open`."""
     return MnnSession(graph.file, options.threads)
 
 
 def probe(engine: Engine) -> Check:
-    """As `EngineModule.probe`, with an expression: it reads no ONNX file."""
+    """Try an expression: MNN reads no ONNX file."""
 
     def double(x: NDArray[Any]) -> Any:
         with capture_output():
@@ -84,7 +83,7 @@ class MnnSession:
         return {name: np.concatenate([one[name] for one in found]) for name in names}
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """As `Session.bind`; the engine keeps its own memory, which every run fills."""
+        """Bind; the engine keeps its own memory, which every run fills."""
         check_feeds([port for port in self._ports if port.name in feeds], feeds, str(self._path))
         return CopyingRun(self, feeds)
 
@@ -145,7 +144,7 @@ def _port(name: str, shape: Sequence[int]) -> Port:
 
 
 class Said:
-    """What the library printed so far, its last line."""
+    """The last line that the library printed so far."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -173,7 +172,7 @@ def capture_output() -> Iterator[Said]:
 
 
 def _flush() -> None:
-    """What Python and C hold back for stdout, so that it goes where it was meant to go."""
+    """Flush what Python and C hold back for stdout, so that it goes where it was meant to go."""
     if sys.stdout is not None:
         sys.stdout.flush()
     with contextlib.suppress(OSError, AttributeError):

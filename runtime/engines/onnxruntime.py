@@ -88,12 +88,11 @@ class CardOptions:
 
 
 def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "OrtSession":
-    """As `EngineModule.open`."""
     return OrtSession(graph.file, engine, options.threads, CardOptions.of(graph) if engine.on_card else None)
 
 
 def probe(engine: Engine) -> Check | None:
-    """As `EngineModule.probe`; a session that silently took another provider does not count."""
+    """Try a session; one that silently took another provider does not count."""
     try:
         library = _library()
     except BackendError as error:
@@ -146,17 +145,17 @@ class OrtSession:
         return dict(zip(names, values, strict=True))
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """As `Session.bind`: runs that read and write the callers' own memory."""
+        """Bind runs that read and write the callers' own memory."""
         return _Binding(self, feeds)
 
     @property
     def input_ports(self) -> list[Port]:
-        """What `inputs` take."""
+        """The ports of `inputs`."""
         return list(self._ports)
 
     @property
     def output_ports(self) -> list[Port]:
-        """What `outputs` give."""
+        """The ports of `outputs`."""
         return [_port(node, self._path) for node in self._open_session().get_outputs()]
 
     def binding(self) -> Any:
@@ -213,7 +212,6 @@ class _Binding:
                 self._upload(feeds, session.card.ordinal)
 
     def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
-        """As `BoundRun.run`."""
         session = self._owner._open_session()
         check_feeds(self._open_ports, feeds, self._name)
         check_into(into, self._owner.outputs, self._name)

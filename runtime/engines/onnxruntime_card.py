@@ -28,7 +28,6 @@ from mdps.runtime.settings import Settings
 
 
 def open_bundle(engine: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> DevicePipeline | None:
-    """As `CardModule.open_bundle`."""
     if not can_stay(bundle.settings):
         return None
     return open_on_card(engine, bundle, options, cuda.open_driver(card.ordinal or 0))
@@ -100,7 +99,6 @@ class OrtEngine:
                 raise BackendError(f"{session.name} has {port.name!r} in {port.dtype}, not float32: export it again")
 
     def bind(self, buffers: Mapping[str, Buffer]) -> "BoundOrt":
-        """As `DeviceEngine.bind`."""
         kind, ordinal = ("cuda", self._session.card.ordinal) if self._session.card else ("cpu", 0)
         binding = self._session.binding()
         for ports, bind in ((self.inputs, binding.bind_input), (self.outputs, binding.bind_output)):
@@ -110,7 +108,6 @@ class OrtEngine:
         return BoundOrt(self._session, binding, next(self._numbers))
 
     def close(self) -> None:
-        """As `DeviceEngine.close`."""
         self._session.close()
 
     def _fitting(self, port: Port, buffers: Mapping[str, Buffer]) -> Buffer:
@@ -130,5 +127,5 @@ class BoundOrt:
         self._session, self._binding, self._number = session, binding, number
 
     def enqueue(self, stream: Stream) -> None:
-        """As `BoundEngine.enqueue`; on the session's stream, which is the one the pipeline computes on."""
+        """Enqueue on the session's stream, which is the one the pipeline computes on."""
         self._session.run_bound(self._binding, self._number)

@@ -26,12 +26,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "OpenVinoSession":
-    """As `EngineModule.open`; features and score are in float32 whatever the steps are in."""
+    """Open a graph; features and score are in float32 whatever the steps are in."""
     return OpenVinoSession(graph.file, options.threads, _precision(engine) if graph.role in STEPS else "f32")
 
 
 def probe(engine: Engine) -> Check | None:
-    """As `EngineModule.probe`; nothing of bfloat16 where the processor has none."""
+    """Try a session; None of bfloat16 where the processor has none."""
     try:
         core = _library().Core()
         if engine.arithmetic and not has_bfloat16(core):
@@ -93,7 +93,7 @@ class OpenVinoSession:
                 return {name: request.get_output_tensor(self.outputs.index(name)).data.copy() for name in names}
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """As `Session.bind`: runs that read and write the callers' own memory."""
+        """Bind runs that read and write the callers' own memory."""
         return _Binding(self, feeds)
 
     def close(self) -> None:
@@ -141,7 +141,6 @@ class _Binding:
         self._tensors = {name: self._shared(array) for name, array in self._feeds.items()}
 
     def run(self, feeds: Mapping[str, NDArray[Any]], into: Mapping[str, NDArray[Any]]) -> None:
-        """As `BoundRun.run`."""
         owner = self._owner
         check_feeds(self._open_ports, feeds, self._name)
         check_into(into, owner.outputs, self._name)
@@ -263,7 +262,7 @@ def _output_name(node: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an exception says, without where in the library it was raised."""
+    """Return an exception's message, without where in the library it was raised."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not re.match(r"Exception from |Check '.*' failed at ", line)]
     return (": ".join(said) or type(error).__name__)[:300]

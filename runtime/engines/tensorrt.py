@@ -36,17 +36,16 @@ from mdps.runtime.user_cache import cache_folder
 
 
 def open(row: Engine, graph: GraphFile, options: LoadOptions) -> Session:
-    """As `EngineModule.open`, which is always refused: a plan is of a whole bundle's loop."""
+    """Refuse a single graph: a plan is of a whole bundle's loop."""
     raise BackendError(f"the engine {row.name} opens plans of a bundle, not a graph such as {graph.file}")
 
 
 def open_bundle(row: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> Inspector:
-    """As `CardModule.open_bundle`."""
     return open_plans(row, bundle, options, partial(cuda.open_driver, card.ordinal or 0))
 
 
 def probe(row: Engine) -> Check:
-    """As `EngineModule.probe`: whether library, driver and card start, and the card is one that plans are for."""
+    """Check that library, driver and card start, and that plans are for this card."""
     try:
         library = load_library(row)
         driver = cuda.open_driver()
@@ -180,7 +179,7 @@ class Loader:
 
 
 class Scratch:
-    """What lies between layers, one piece of memory for all contexts: the largest any engine asks for."""
+    """Memory for what lies between layers, one piece for all contexts: the largest any engine asks for."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -224,7 +223,6 @@ class TrtEngine:
         scratch.want(int(engine.device_memory_size_v2))
 
     def bind(self, buffers: Mapping[str, Buffer]) -> "BoundContext":
-        """As `DeviceEngine.bind`."""
         if self._engine is None:
             raise BackendError(f"{self._file} was closed: load the bundle again")
         context = self._context()
@@ -250,7 +248,7 @@ class TrtEngine:
         return BoundContext(context, self._file, self._reason, self._kernels)
 
     def close(self) -> None:
-        """As `DeviceEngine.close`: contexts go before their engine."""
+        """Close contexts before their engine."""
         self._contexts.clear()
         self._engine = None
 
@@ -292,7 +290,6 @@ class BoundContext:
         self._context, self._file, self._reason, self._kernels = context, file, reason, kernels
 
     def enqueue(self, stream: Stream) -> None:
-        """As `BoundEngine.enqueue`."""
         if not self._context.execute_async_v3(stream.handle):
             raise BackendError(f"{self._file} was refused by its library: {self._reason()}")
         if self._kernels is not None:  # its first run has compiled what it will need
@@ -301,7 +298,7 @@ class BoundContext:
 
 
 class Kernels:
-    """What TensorRT-RTX compiles on the card for a plan, kept in the user's cache folder so that it is done once."""
+    """Kernels that TensorRT-RTX compiles on the card for a plan, kept in the user's cache folder."""
 
     def __init__(self, file: Path, library: Any, card: Card) -> None:
         self._library = library

@@ -30,7 +30,7 @@ _IMAGE, _SCALAR = (None, 3, None, None), ()
 
 
 def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "TracedSession":
-    """As `EngineModule.open`: on the graph's card, or on the processor where it has none."""
+    """Open on the graph's card, or on the processor where it has none."""
     require(graph.bundle is not None, f"{graph.file} needs its bundle: load that")
     assert graph.bundle is not None
     return TracedSession(
@@ -41,7 +41,6 @@ def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "TracedSessi
 
 
 def probe(engine: Engine) -> Check:
-    """As `EngineModule.probe`."""
     return tried(engine, lambda x: (_library().tensor(x) * 2).tolist())
 
 
@@ -119,11 +118,11 @@ class TracedSession:
 
     @property
     def input_ports(self) -> list[Port]:
-        """What `inputs` take."""
+        """The ports of `inputs`."""
         return list(self._ports)
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """As `Session.bind`; torch allocates its results, so each run copies them."""
+        """Bind; torch allocates its results, so each run copies them."""
         return CopyingRun(self, feeds)
 
     def close(self) -> None:
@@ -198,7 +197,6 @@ class TracedEngine:
         self.largest: Mapping[str, tuple[int, ...]] = {}
 
     def bind(self, buffers: Mapping[str, Buffer]) -> "BoundTraced":
-        """As `DeviceEngine.bind`."""
         missing = [port.name for port in (*self.inputs, *self.outputs) if port.name not in buffers]
         if missing:
             raise BackendError(f"the traced step needs a place for {missing[0]!r}, which was not given")
@@ -206,7 +204,6 @@ class TracedEngine:
         return BoundTraced(self._session, places)
 
     def close(self) -> None:
-        """As `DeviceEngine.close`."""
         self._session.close()
 
 
@@ -217,7 +214,6 @@ class BoundTraced:
         self._session, self.places = session, places
 
     def enqueue(self, stream: Stream) -> None:
-        """As `BoundEngine.enqueue`."""
         with self._session.on_stream(stream.handle):
             for name, value in self._session.compute(self.places).items():
                 self.places[name].copy_(value.detach())

@@ -1,4 +1,4 @@
-"""What tells a denoiser that was read wrongly, or trained too little, from one that knows the good parts."""
+"""A denoiser that was read wrongly, or trained too little, is told from one that knows the good parts."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -52,7 +52,7 @@ class BrightnessDetector:
 
 
 def predict(detector: BrightnessDetector, inputs: Sequence[Path], out: Path, **options: Any) -> list[Row]:
-    """As `mdps predict` does: the inputs are searched once, and what was found is judged."""
+    """Predict as the command does: the inputs are searched once, and what was found is judged."""
     return folder.predict(detector, find_images(inputs, exclude=out), out, **options)
 
 
