@@ -1,10 +1,12 @@
 """The options of the studies; without what the studies need, so that a command can list them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import require
 from mdps.runtime.option import Option
 from mdps.runtime.settings import EXIT_SHARES
@@ -55,7 +57,7 @@ class ReproduceOptions:
     ] = SCALES
     every: int = 1
     largest: int | None = 256
-    backend: str = "onnxruntime"
+    engine: str = DEFAULT
     threads: int | None = None
     batch: Annotated[int, Option("Images judged at once.", low=1)] = 1
     peer_minutes: Annotated[
@@ -64,7 +66,9 @@ class ReproduceOptions:
     textures: Annotated[Path | None, Option("Pictures that DRAEM pastes [default: scikit-image's].", seldom=True)] = (
         None
     )
-    device: Annotated[str, Option("Where the peers are fitted: auto, cpu, cuda, cuda:N.")] = "cpu"
+    device: Annotated[
+        str, Option("Where the peers are fitted: auto, cpu, cuda, cuda:N.", flag="--peer-device", seldom=True)
+    ] = "cpu"
     choices: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
 
@@ -136,7 +140,7 @@ class TradeOptions:
     rounds: Annotated[int, Option("Times each way is timed.", low=1)] = 11
     every: int = 1
     largest: int | None = 256
-    backend: str = "onnxruntime"
+    engine: str = DEFAULT
     threads: int | None = None
     choices: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
@@ -149,3 +153,43 @@ class TradeOptions:
             require(share in EXIT_SHARES, f"an early exit is a multiple of 0.05 from 0.05 to 0.95, not {share:g}")
         for name in self.precisions:
             require(name in PRECISIONS, f"there is no precision {name!r}: choose among {', '.join(PRECISIONS)}")
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """How the detectors are fitted. UsageError for values that mean nothing.
+
+    `size` (H, W) is what pictures are resized to. `backbone` is the feature network of those that take one, with
+    weights from the file `backbone_weights`, a package or timm's cache. `minutes` and `steps` end iterative fits
+    before their published length; None is no limit. `coreset` is the share of patches PatchCore keeps. `textures`
+    (folder of pictures) is what DRAEM pastes; `teacher` (file) and `imagenette` (folder) are what EfficientAD needs.
+    `device` is auto, cpu, cuda or cuda:N.
+    """
+
+    size: tuple[int, int]
+    backbone: Annotated[str, Option("Feature network of those that take one.")] = "efficientnet_lite0"
+    backbone_weights: Annotated[Path | None, Option("Its weights [default: installed or cached].")] = None
+    minutes: Annotated[float | None, Option("End an iterative fit within so many minutes.", low=0, above=True)] = None
+    steps: Annotated[int | None, Option("Or after so many steps [default: as published].", low=1)] = None
+    seed: Annotated[int, Option("Of all that is drawn.", low=0, seldom=True)] = 0
+    device: str = "cpu"
+    coreset: Annotated[
+        float, Option("Share of the patches that PatchCore keeps.", low=0, high=1, above=True, seldom=True)
+    ] = 0.02
+    textures: Annotated[Path | None, Option("Pictures that DRAEM pastes [default: scikit-image's].", seldom=True)] = (
+        None
+    )
+    teacher: Annotated[Path | None, Option("Weights of EfficientAD's teacher.", seldom=True)] = None
+    imagenette: Annotated[Path | None, Option("Folder of ImageNette, for EfficientAD.", seldom=True)] = None
+
+    def __post_init__(self) -> None:
+        require(min(self.size) >= 32, f"image size {self.size} is too small for these networks: give at least 32")
+        require(self.minutes is None or self.minutes > 0, f"minutes should be above 0, not {self.minutes}")
+        require(self.steps is None or self.steps > 0, f"steps should be above 0, not {self.steps}")
+        require(0 < self.coreset <= 1, f"coreset should lie above 0 and at most at 1, not {self.coreset}")
+        require(
+            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
+            f"there is no device {self.device!r}: use auto, cpu, cuda or cuda:N",
+        )
+        for name, path in (("textures", self.textures), ("imagenette", self.imagenette)):
+            require(path is None or path.is_dir(), f"{path} is no folder: give {name} a folder of pictures")

@@ -5,13 +5,14 @@ pass, so it is tried for the few best weightings and for the default one only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from mdps.benchmarks.options import SweepOptions
 from mdps.benchmarks.reproduce.bundles import Bundles
 from mdps.benchmarks.sweep_data import TermStore, TestSet, load_test_set
 from mdps.benchmarks.sweep_terms import Array, Scoring, Terms, masks, scores
@@ -20,28 +21,6 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import Settings, paper_settings
 
 PLAIN_TERMS: Mapping[str, Any] = {"eta": 0.0, "smoothing_sigma": 0.0, "mask_pass": True}
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """What is tried; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image.
-
-    `choices` are options of `mdps export` by name, without those that the sweep varies. `finalists`: how many of the
-    best weightings get a masked pass for each lambda.
-    """
-
-    scales: tuple[float, ...] = (20.0, 50.0, 100.0, 200.0)
-    etas: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0)
-    lambdas: tuple[float, ...] = (0.05, 0.1, 0.25)
-    smoothings: tuple[float, ...] = (0.0, 1.0, 2.0)
-    tops: tuple[float, ...] = (125.0, 500.0, 2000.0)
-    finalists: int = 3
-    every: int = 1
-    largest: int | None = 256
-    threads: int | None = None
-    category: str | None = None
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
 
 
 @dataclass(frozen=True)

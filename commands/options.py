@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 Command = Callable[..., Any]
-Callback = Callable[[click.Context, click.Parameter, str | None], Any]
 
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
@@ -37,20 +36,6 @@ RESOLUTION = click.option(
 def largest_side(resolution: str) -> int | None:
     """Return the pixels that RESOLUTION stands for, None for all there are."""
     return None if resolution == "full" else int(resolution)
-
-
-def listed(kind: Callable[[str], Any], example: str) -> Callback:
-    """Return a callback that reads a list such as 1,2,4 ("none": an empty one); None where the option was not given."""
-
-    def read(_: click.Context, __: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
-        if value is None:
-            return None
-        try:
-            return () if value == "none" else tuple(kind(part.strip()) for part in value.split(","))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is neither 'none' nor a list such as {example}") from None
-
-    return read
 
 
 def _show_traceback(context: click.Context, _: click.Parameter, value: bool) -> None:

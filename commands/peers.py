@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from mdps.benchmarks.options import PeerOptions
+from mdps.commands.fields import fields, settings
 from mdps.commands.options import AS_JSON, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
 from mdps.commands.terminal import SOME_FAILED, needs, say
 
@@ -30,15 +32,8 @@ Exit code: 0 all judged, 3 some images could not be judged, 1 or 2 nothing was."
 )  # fmt: skip
 @CATEGORIES
 @click.option("--image-size", type=click.IntRange(32), default=256, show_default=True, help="Side of their images.")
-@click.option("--backbone", help="Feature network of those that take one [default: efficientnet_lite0].")
-@click.option("--backbone-weights", type=click.Path(path_type=Path), help="Its weights [default: installed or cached].")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="End an iterative fit within so many minutes.")
-@click.option("--steps", type=click.IntRange(1), help="Or after so many steps [default: as published].")
-@click.option("--coreset", type=click.FloatRange(0, 1, min_open=True), help="Share PatchCore keeps [default: 0.02].")
-@click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
-@click.option("--teacher", type=click.Path(path_type=Path), help="Weights of EfficientAD's teacher.")
-@click.option("--imagenette", type=click.Path(path_type=Path), help="Folder of ImageNette, for EfficientAD.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is drawn.")
+@fields(PeerOptions)
+@settings(PeerOptions, of="what is seldom changed, or what one detector needs")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @EVERY
 @RESOLUTION
@@ -54,6 +49,7 @@ def peers(
     resolution: str,
     out: Path,
     as_json: bool,
+    settings: dict[str, Any],
     **options: Any,
 ) -> int:
     """Fit other detectors through anomalib to a data set and measure them as `mdps evaluate` measures a bundle.
@@ -69,7 +65,7 @@ def peers(
         from mdps.commands.evaluate import chosen_categories
     chosen = chosen_categories(dataset, categories)
     check_folder(out)
-    given = {key: value for key, value in options.items() if value is not None}
+    given = {key: value for key, value in options.items() if value is not None} | settings
     rows = compare(
         names,
         chosen,

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from mdps.benchmarks.options import ReproduceOptions
 from mdps.commands.fields import fields
 from mdps.commands.options import (
     AS_JSON,
@@ -15,9 +16,8 @@ from mdps.commands.options import (
     RESOLUTION,
     TRACEBACK,
     largest_side,
-    listed,
 )
-from mdps.commands.study import command_line, count, detector_settings, size
+from mdps.commands.study import detector_settings, own_options
 from mdps.commands.terminal import needs, say, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 
@@ -40,32 +40,9 @@ Examples:
 @click.option("--ckpt", required=True, type=click.Path(path_type=Path), help="Checkpoint, or folder of checkpoints.")
 @CATEGORIES
 @EVERY
-@click.option(
-    "--samples",
-    callback=listed(count, "1,2,4"),
-    help="Numbers of posterior samples N_s [default: the table's: 1; 1,16 in 1, 2 and ablation; 1,2,4,8,16 in 5].",
-)
-@click.option(
-    "--methods",
-    callback=listed(str, "anoddpm,autoddpm"),
-    help="Other detectors on the same denoiser: ddim, anoddpm, autoddpm, ddad, or none [default: the table's].",
-)
-@click.option(
-    "--rho", "scales", callback=listed(size, "50,100"), help="Of the table rho [default: 10,20,50,100,200,300]."
-)
-@click.option(
-    "--peers",
-    callback=listed(str, "patchcore,draem"),
-    default="none",
-    show_default=True,
-    help="Detectors of anomalib, fitted to the good images: patchcore, draem, padim, ..",
-)
-@click.option("--peer-minutes", type=click.FloatRange(0, min_open=True), help="End each iterative fit within so many.")
-@click.option("--textures", type=click.Path(path_type=Path), help="Pictures DRAEM pastes [default: scikit-image's].")
-@click.option("--device", default="cpu", show_default=True, help="Where the peers are fitted: auto, cpu, cuda, cuda:N.")
-@detector_settings("samples", "method")
+@fields(ReproduceOptions)
+@detector_settings("samples", "method", own=ReproduceOptions)
 @RESOLUTION
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images judged at once.")
 @fields(LoadOptions, only=["threads", "engine"])
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for all of it [default: reproduce-TABLE].")
 @AS_JSON
@@ -80,16 +57,8 @@ def reproduce(
     Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
     """
     with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.reproduce.run import ReproduceOptions
         from mdps.benchmarks.reproduce.run import reproduce as measure
-    own = {name: options[name] for name in ReproduceOptions.__dataclass_fields__ if name in options}
-    asked = ReproduceOptions(
-        table=table,
-        largest=largest_side(resolution),
-        choices=options["settings"],
-        command=command_line(),
-        **{name: value for name, value in own.items() if value is not None},
-    )
+    asked = own_options(ReproduceOptions, options, table=table, largest=largest_side(resolution))
     out = out or Path(f"reproduce-{table}")
     with spoken_warnings():
         found = measure(dataset, ckpt, out, asked, say=say)

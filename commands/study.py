@@ -1,13 +1,17 @@
-"""The settings of the detector that a study makes, and the command line it records."""
+"""Options of the studies: their own, and those of the export that makes their detector."""
 
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
 
+from mdps.benchmarks.options import ReproduceOptions, SweepOptions, TradeOptions
 from mdps.commands.fields import Command, settings
 from mdps.export.options import ExportOptions
 from mdps.runtime.option import Dataclass, settings_of
 
+T = TypeVar("T", ReproduceOptions, SweepOptions, TradeOptions)
 FOR_ENGINES = ("engine", "compute_capability", "max_batch", "count_nodes")
 
 
@@ -17,18 +21,10 @@ def detector_settings(*decided: str, own: type[Dataclass] | None = None) -> Call
     return settings(own, others, of="an option of `mdps export`, or one of the study that is seldom needed")
 
 
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def size(text: str) -> float:
-    if not 0 <= float(text) < float("inf"):
-        raise ValueError
-    return float(text)
-
-
-def command_line() -> str:
-    """Return what was typed, for a study's record."""
-    return shlex.join(["mdps", *sys.argv[1:]])
+def own_options(cls: type[T], options: dict[str, Any], **decided: Any) -> T:
+    """Return a study's options from those of its command; what `--set` says beside them is for the export."""
+    values = options | options["settings"]
+    own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+    given = {name: value for name, value in own.items() if value is not None}
+    choices = {name: value for name, value in options["settings"].items() if name not in own}
+    return cls(**given, **decided, choices=choices, command=shlex.join(["mdps", *sys.argv[1:]]))

@@ -77,8 +77,8 @@ def settings_of(name: str, options: PeerOptions) -> dict[str, Any]:
     if name == "efficientad" and (options.teacher is None or options.imagenette is None):
         raise PeerSkippedError(
             "EfficientAD learns from a pretrained teacher and from ImageNette, and nothing is downloaded: give "
-            "--teacher FILE (pretrained_teacher_small.pth of anomalib's efficientad_pretrained_weights) and "
-            "--imagenette FOLDER"
+            "--set teacher=FILE (pretrained_teacher_small.pth of anomalib's efficientad_pretrained_weights) and "
+            "--set imagenette=FOLDER"
         )
     own: dict[str, dict[str, Any]] = {
         "patchcore": {"coreset_sampling_ratio": options.coreset, "num_neighbors": 9},

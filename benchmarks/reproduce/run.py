@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mdps.benchmarks.ablation import Difference, compare, differences_table
 from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.options import ReproduceOptions
 from mdps.benchmarks.peers import PEERS
 from mdps.benchmarks.reproduce.bundles import Bundles, plain
 from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
@@ -17,9 +18,8 @@ from mdps.benchmarks.reproduce.plots import plot
 from mdps.benchmarks.reproduce.report import measured_table, published_table
 from mdps.benchmarks.reproduce.rows import Row, averages, published_rows
 from mdps.benchmarks.reproduce.runner import Runner
-from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, SCALES, TABLES, Variant, variants
+from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, TABLES, Variant, variants
 from mdps.runtime.atomic import write_bytes, write_text
-from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import UsageError, require
 
 FIGURES = {
@@ -28,40 +28,14 @@ FIGURES = {
 }
 
 
-@dataclass(frozen=True)
-class ReproduceOptions:
-    """What is asked for; None leaves a choice to the table.
-
-    `samples` (N_s), `methods` (other detectors on our denoiser), `peers` (of anomalib), `scales` (rho); `choices` are
-    options of `mdps export` by name. `largest` as in `evaluate`. `peer_minutes`, `textures` and `device` as in
-    `PeerOptions`. `command` is recorded.
-    """
-
-    table: str
-    categories: tuple[str, ...] = ()
-    samples: tuple[int, ...] | None = None
-    methods: tuple[str, ...] | None = None
-    peers: tuple[str, ...] = ()
-    scales: tuple[float, ...] = SCALES
-    every: int = 1
-    largest: int | None = 256
-    engine: str = DEFAULT
-    threads: int | None = None
-    batch: int = 1
-    peer_minutes: float | None = None
-    textures: Path | None = None
-    device: str = "cpu"
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
-
-    def variants(self) -> tuple[Variant, ...]:
-        """The rows that our sampler makes; UsageError for an unknown table."""
-        require(self.table in TABLES, f"there is no table {self.table!r}; there are {', '.join(TABLES)}")
-        for name in self.peers:
-            require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
-        samples = SAMPLES.get(self.table, (1,)) if self.samples is None else self.samples
-        methods = OWN_METHODS.get(self.table, ()) if self.methods is None else self.methods
-        return variants(self.table, samples, methods, self.scales)
+def _variants(options: ReproduceOptions) -> tuple[Variant, ...]:
+    """Return the rows that our sampler makes; UsageError for an unknown table."""
+    require(options.table in TABLES, f"there is no table {options.table!r}; there are {', '.join(TABLES)}")
+    for name in options.peers:
+        require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    samples = SAMPLES.get(options.table, (1,)) if options.samples is None else options.samples
+    methods = OWN_METHODS.get(options.table, ()) if options.methods is None else options.methods
+    return variants(options.table, samples, methods, options.scales)
 
 
 @dataclass(frozen=True)
@@ -112,7 +86,7 @@ def reproduce(
     `ckpt` is one checkpoint or a folder with one a category. A run that was stopped goes on where it was: what `out`
     holds already is not computed again. Raises UsageError for what is asked wrongly, and as an export.
     """
-    wanted = options.variants()
+    wanted = _variants(options)
     categories = _chosen(find_categories(dataset), options.categories)
     job = _Job(options, wanted, _runner(out, options, say))
     rows = [row for category in categories for row in job.rows(category, checkpoint_of(ckpt, category.name))]

@@ -12,7 +12,6 @@ from mdps.runtime.settings import PassSettings, Settings
 TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
 OWN_METHODS = {"1": ("anoddpm", "autoddpm"), "2": ("anoddpm", "autoddpm"), "3": ("autoddpm",)}
 SAMPLES = {"1": (1, 16), "2": (1, 16), "5": (1, 2, 4, 8, 16), "ablation": (1, 16)}
-SCALES = (10.0, 20.0, 50.0, 100.0, 200.0, 300.0)
 # Another method has settings of its own; what is chosen for MDPS says nothing of them.
 _PUBLISHED: Mapping[str, Any] = dict.fromkeys(
     (

@@ -4,16 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mdps.benchmarks.options import PRECISIONS
 from mdps.benchmarks.reproduce.variants import Changes, Variant
 from mdps.runtime.engines import ENGINES
 
 EXACT, FREE, DDAD = "exact", "jacobian-free", "ddad"
 GRADIENTS = (EXACT, FREE, DDAD)
-PRECISIONS = {
-    "int8-features": "int8 feature network",
-    "fp16-weights": "weights stored in fp16",
-    "bf16-steps": "steps in bfloat16",
-}
 ENGINE_OF = {f"{row.arithmetic}-steps": row.name for row in ENGINES if row.arithmetic}
 """The precisions that are an engine's, not the bundle's."""
 OTHER_SEED = 1

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdps.benchmarks.bootstrap import Interval
-from mdps.benchmarks.trade.choices import GRADIENTS, PRECISIONS
+from mdps.benchmarks.options import PRECISIONS
+from mdps.benchmarks.trade.choices import GRADIENTS
 from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.rows import Pair, Row
 from mdps.benchmarks.trade.study import Trade

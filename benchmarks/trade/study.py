@@ -2,71 +2,37 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mdps.benchmarks.bench.machine import machine_facts
 from mdps.benchmarks.datasets import Category
+from mdps.benchmarks.options import PRECISIONS, TradeOptions
 from mdps.benchmarks.reproduce.bundles import plain
 from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.runner import FIRST, LAST, MAPS, Runner, settled
 from mdps.benchmarks.trade.agreement import agreement, load_maps
-from mdps.benchmarks.trade.choices import DDAD, EXACT, GRADIENTS, PRECISIONS, Choice, choices
+from mdps.benchmarks.trade.choices import DDAD, EXACT, GRADIENTS, Choice, choices
 from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.precision import PreciseBundles
 from mdps.benchmarks.trade.rows import Measured, Pair, Row, pairs, row_of
 from mdps.benchmarks.trade.timing import Clock, Times, Way, middle, steps_within
 from mdps.runtime.bundle import Bundle, LoadOptions
-from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.loading import choose_engine, open_pipeline
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.settings import EXIT_SHARES, Settings
+from mdps.runtime.settings import Settings
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
 PILOT_ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class TradeOptions:
-    """What is compared. `steps`: N of each gradient, the largest is the reference's.
-
-    `free_scale`, `ddad_scale`: guidance scales of those gradients (None: the bundle's own for the first). `precisions`
-    of `PRECISIONS`; `exits`: early exits. `calibration`: good images that show the int8 ranges, and which images may
-    exit. `rounds`: times each way is timed. `choices` are options of `mdps export` by name. The rest as in `reproduce`.
-    """
-
-    steps: tuple[int, ...] = (3, 5, 10)
-    free_scale: float | None = None
-    ddad_scale: float = DDAD_SCALE
-    precisions: tuple[str, ...] = tuple(PRECISIONS)
-    exits: tuple[float, ...] = (0.5, 0.9)
-    calibration: int = 100
-    rounds: int = 11
-    every: int = 1
-    largest: int | None = 256
-    engine: str = DEFAULT
-    threads: int | None = None
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        require(len(set(self.steps)) >= 2, "the study needs at least two numbers of --steps: time is a line over them")
-        require(min(self.steps) >= 1, "a pass needs at least one step")
-        require(self.rounds >= 1 and self.calibration >= 1, "rounds and calibration images should be at least 1")
-        for share in self.exits:
-            require(share in EXIT_SHARES, f"an early exit is a multiple of 0.05 from 0.05 to 0.95, not {share:g}")
-        for name in self.precisions:
-            require(name in PRECISIONS, f"there is no precision {name!r}: choose among {', '.join(PRECISIONS)}")
-
-    @property
-    def scales(self) -> dict[str, float]:
-        """Guidance scales of the gradients that do not take the bundle's own."""
-        free = {} if self.free_scale is None else {GRADIENTS[1]: self.free_scale}
-        return free | {DDAD: self.ddad_scale}
+def _scales(options: TradeOptions) -> dict[str, float]:
+    """Return the guidance scales of the gradients that do not take the bundle's own."""
+    free = {} if options.free_scale is None else {GRADIENTS[1]: options.free_scale}
+    return free | {DDAD: options.ddad_scale}
 
 
 @dataclass(frozen=True)
@@ -124,7 +90,7 @@ class _Study:
     def found(self) -> Trade:
         """Everything; what takes long is kept on the way."""
         options = self._options
-        wanted = choices(options.steps, self._equal_time(), options.scales, self._possible(), self._exits())
+        wanted = choices(options.steps, self._equal_time(), _scales(options), self._possible(), self._exits())
         folders = {one: self._runner(one).folder(one.variant, self._category, self._ckpt) for one in wanted}
         self._say(f"timing {len(wanted)} ways, {options.rounds} rounds: leave the machine alone")
         times = self._clock(options.rounds).kept([*map(self._way, _timed(wanted))], self._out / "times.json")
@@ -141,7 +107,7 @@ class _Study:
     def _equal_time(self) -> dict[str, list[int]]:
         """Steps of the cheap gradients that take as long as the exact one's, by a short measurement that is kept."""
         few, many = min(self._options.steps), max(self._options.steps)
-        scales = self._options.scales
+        scales = _scales(self._options)
         ends = [Choice(name, n, scale=scales.get(name)) for name in GRADIENTS for n in (few, many)]
         ends += [Choice(EXACT, n) for n in self._options.steps if n not in (few, many)]
         times = self._clock(PILOT_ROUNDS).kept([*map(self._way, ends)], self._out / "pilot.json")

@@ -66,8 +66,8 @@ def test_a_name_that_is_none_is_refused_before_anything_is_read(category, tmp_pa
         ("fastflow", {}, "runs on resnet18, wide_resnet50_2 only, not on efficientnet_lite0: give --backbone"),
         ("reverse-distillation", {}, "Reverse Distillation of anomalib runs on resnet18, .*: give --backbone"),
         ("supersimplenet", {}, "at least 128 pixels a side, not 64 x 64: give a larger --image-size"),
-        ("efficientad", {}, "nothing is downloaded: give --teacher FILE .* and --imagenette FOLDER"),
-        ("efficientad", {"teacher": Path("teacher.pth")}, "--imagenette"),
+        ("efficientad", {}, "nothing is downloaded: give --set teacher=FILE .* and --set imagenette=FOLDER"),
+        ("efficientad", {"teacher": Path("teacher.pth")}, "--set imagenette="),
     ],
 )
 def test_who_cannot_run_says_why_and_what_to_give(name, changes, reason):

@@ -15,6 +15,7 @@ from mdps.benchmarks.bootstrap import Interval
 from mdps.benchmarks.datasets import find_categories
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.options import ReproduceOptions
 from mdps.benchmarks.reproduce import runner
 from mdps.benchmarks.reproduce.bundles import Bundles
 from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
@@ -22,7 +23,7 @@ from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.paper import AVERAGE, paper_table
 from mdps.benchmarks.reproduce.plots import plot
 from mdps.benchmarks.reproduce.rows import ABSENT, NO_LIBRARY, Row, averages, published_rows
-from mdps.benchmarks.reproduce.run import ReproduceOptions, Reproduction, reproduce
+from mdps.benchmarks.reproduce.run import Reproduction, _variants, reproduce
 from mdps.benchmarks.reproduce.variants import TABLES, Changes, variants
 from mdps.benchmarks.streaming import PixelCounts
 from mdps.cli import cli
@@ -173,7 +174,7 @@ def test_changes_reach_both_passes_and_nothing_else() -> None:
 
 
 def test_each_table_has_its_rows() -> None:
-    names = {table: [one.method for one in ReproduceOptions(table=table).variants()] for table in TABLES}
+    names = {table: [one.method for one in _variants(ReproduceOptions(table=table))] for table in TABLES}
     assert names["1"] == ["mdps_1", "mdps_16", "anoddpm", "autoddpm"]
     assert names["3"] == ["mdps_1", "autoddpm"]
     assert names["4"] == ["pixel_only", "perceptual_only", "both"]
@@ -435,7 +436,7 @@ def test_every_table_has_a_plot_and_a_text(table: str) -> None:
     rows = [
         Row(category, one.method, one.label, "measured", 4, metrics)
         for category in ("bottle", "cable")
-        for one in ReproduceOptions(table=table).variants()
+        for one in _variants(ReproduceOptions(table=table))
     ]
     assert plot(table, rows).startswith(b"\x89PNG")
     text = Reproduction(table, "caption", tuple(rows), (), (), {"command": ""}).markdown()

@@ -13,8 +13,9 @@ from mdps.benchmarks import sweep_data
 from mdps.benchmarks.datasets import find_categories
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.options import SweepOptions
 from mdps.benchmarks.reproduce.bundles import Bundles
-from mdps.benchmarks.sweep import PLAIN_TERMS, Setting, Sweep, SweepOptions, Trial, _best, run_sweep, sweep
+from mdps.benchmarks.sweep import PLAIN_TERMS, Setting, Sweep, Trial, _best, run_sweep, sweep
 from mdps.benchmarks.sweep_report import markdown, plot
 from mdps.benchmarks.sweep_terms import Scoring, Terms, draw, masks, scores
 from mdps.cli import cli
@@ -198,7 +199,7 @@ def test_the_command(
 ) -> None:
     command = ["sweep", str(small_checkpoint), str(dataset), "--out", str(swept[0]), "--json", "--threads", "1"]
     command += ["--rho", "0,30", "--eta", "0.3,1", "--smoothing", "0,2", "--top", "500", "--lambda", "0.1,0.5"]
-    command += ["--finalists", "1", "--set", "image-size=32", "--set", "backbone=random_tiny"]
+    command += ["--set", "finalists=1", "--set", "image-size=32", "--set", "backbone=random_tiny"]
     command += ["--set", "noise-level=198", "--set", "steps=2", "--set", "feature-size=32"]
     assert run(cli, command) == 0
     printed = capsys.readouterr()

@@ -18,6 +18,7 @@ from scipy.stats import pearsonr, spearmanr
 from mdps.benchmarks.datasets import Category, find_categories
 from mdps.benchmarks.judges import BundleJudge
 from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.options import TradeOptions
 from mdps.benchmarks.reproduce.outcomes import Outcome
 from mdps.benchmarks.reproduce.variants import Changes, with_steps
 from mdps.benchmarks.streaming import PixelCounts
@@ -26,7 +27,7 @@ from mdps.benchmarks.trade.agreement import agreement
 from mdps.benchmarks.trade.choices import choices
 from mdps.benchmarks.trade.exits import Exits
 from mdps.benchmarks.trade.report import markdown
-from mdps.benchmarks.trade.study import Trade, TradeOptions, trade
+from mdps.benchmarks.trade.study import Trade, trade
 from mdps.benchmarks.trade.timing import Clock, Way, steps_within
 from mdps.cli import cli
 from mdps.commands import terminal
@@ -421,7 +422,7 @@ def test_the_command_asks_for_what_was_given(
     asked: list[Any] = []
     monkeypatch.setattr(study, "trade", lambda *given, **_: asked.append(given) or found[1])
     command = ["trade", str(small_checkpoint), str(category.root), "--out", str(tmp_path), "--steps", "2,5"]
-    assert terminal.run(cli, [*command, "--reduced", "none", "--set", "eta=1", "--ddad-w", "3", "--json"]) == 0
+    assert terminal.run(cli, [*command, "--reduced", "none", "--set", "eta=1", "--set", "ddad-w=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "exact_2"
     ((ckpt, chosen, out, options),) = asked
     assert (ckpt, chosen.name, out) == (small_checkpoint, "bottle", tmp_path)
