@@ -118,7 +118,6 @@ def commands(group: click.Group) -> Iterator[click.Command]:
         yield from commands(command) if isinstance(command, click.Group) else [command]
 
 
-@pytest.mark.xfail(strict=True, reason="254 options")
 def test_the_options_of_all_commands_are_few() -> None:
     assert len(list(commands(cli))) == 16
     options = [
