@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -28,12 +29,22 @@ _DISKS = {
 }
 
 
+_ALLOCATION = re.compile(r"bad_alloc|can't allocate memory|not enough memory|out of memory|start new thread", re.I)
+_NO_MEMORY = (
+    "the memory that this process may take is used up: lower --samples, --batch, --max-batch or --image-size, choose "
+    "another --engine, or close what else is running"
+)
+
+
 @contextmanager
 def needs(*extras: str) -> Iterator[None]:
     """Turn a missing package into a sentence that says which extras bring it.
 
     Never `cpu` where an onnxruntime is there: it may be [gpu]'s, which the wheel of [cpu] would overwrite.
     """
+    from mdps.runtime.host_memory import check_libraries
+
+    check_libraries(extras[0])
     try:
         yield
     except ModuleNotFoundError as error:
@@ -134,10 +145,18 @@ def _explain(error: Exception, state: Mapping[str, bool]) -> int:
     if isinstance(error, OSError) and error.errno in _DISKS:
         click.echo(f"Error: {_of_disk(error)}", err=True)
         return 1
+    if _of_memory(error):
+        click.echo(f"Error: {_NO_MEMORY}", err=True)
+        return 1
     kind = type(error).__name__
     hint = "" if state.get("traceback") else "; run it again with --traceback to see where, and report it"
     click.echo(f"Error: unexpected {kind}: {error}{hint}", err=True)
     return 1
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether a library found no memory: Python, C++, an allocator of torch, a thread that could not start."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ALLOCATION.search(str(error))))
 
 
 def _of_disk(error: OSError) -> str:

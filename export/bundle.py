@@ -16,6 +16,7 @@ from mdps.export.autograd_count import autograd_operations
 from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
 from mdps.export.graph import WeightStore, count_nodes, trace, write
+from mdps.export.liveness import live_bytes
 from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
@@ -36,6 +37,7 @@ from mdps.runtime.engines import DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, step_role
+from mdps.runtime.host_memory import check_export
 from mdps.runtime.loading import open_graphs, open_pipeline
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
@@ -82,6 +84,7 @@ def export_bundle(
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
+    check_export(denoiser.config.to_json(), preprocessing.network_size, settings)
     own = named(options.engine) if options.engine else None
     builder = None
     if own and own.reads == "plans":
@@ -276,6 +279,7 @@ class _Writer:
         self.layers: LayerErrors = {}
         self.graphs: dict[str, GraphEntry] = {}
         self.nodes: dict[str, dict[str, int]] = {}
+        self.live: dict[str, int] = {}
         self.autograd: dict[str, int] = {}
 
     def steps(self, backend: str, forms: Mapping[str, Engine]) -> None:
@@ -347,6 +351,7 @@ class _Writer:
             network={
                 "format": report.format,
                 "parameters": report.parameters,
+                "live_bytes": self.live,
                 **self.denoiser.config.to_json(),
             }
             | ({"assumed": report.assumed} if report.assumed else {})
@@ -402,6 +407,7 @@ class _Writer:
         if own:
             own.write(model, self.folder / file)
         else:
+            self.live[file] = live_bytes(model)
             write(model, self.folder / file, weights)
         self.nodes[file if own else name] = count_nodes(model)
         entry = self.graphs.get(role, GraphEntry(f"{role}.onnx"))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
+from mdps.runtime.host_memory import check_batch
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pictures import describe
 from mdps.runtime.pipeline import Inspection, Inspector
@@ -135,6 +136,7 @@ class Detector:
         """
         self._check_process()
         self._check(observations)
+        check_batch(self.manifest, self._settings, len(observations))
         # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
         if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
             mask_range = self.calibration.mask_range

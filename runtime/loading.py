@@ -14,6 +14,7 @@ from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.graphs import STEPS, Graphs, step_role
+from mdps.runtime.host_memory import check_bundle
 from mdps.runtime.manifest import GraphEntry
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
@@ -56,6 +57,7 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
     """
     from mdps.runtime.placement import place
 
+    check_bundle(bundle, options)
     engine = choose_engine(bundle, options)
     placement = place(bundle, options, engine)
     with ExitStack() as opened:

@@ -49,10 +49,30 @@ def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapp
     given, roles = files or {}, tuple(roles)
     weights = sum(_weights(manifest, role, given.get(role)) for role in roles)
     shares = [_step(manifest, role) for role in roles if role in STEPS]
-    if len(shares) < len(roles):  # features and score take less than one image with a hundred channels would
-        height, width = manifest.preprocessing.network_size
-        shares.append(100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2))
+    if len(shares) < len(roles):
+        shares.append(_scoring(manifest))
     return Need(weights, samples * sum(shares))
+
+
+def live(manifest: Manifest, role: str, file: str) -> int:
+    """Return the bytes of one sample that live at once in the graph `role`: what its export recorded for `file`.
+
+    Of an older bundle it is the estimate.
+    """
+    recorded = manifest.network.get("live_bytes")
+    found = recorded.get(file) if isinstance(recorded, dict) else None
+    if isinstance(found, int) and found > 0:
+        return found
+    try:
+        return _step(manifest, role) if role in STEPS else _scoring(manifest)
+    except (TypeError, ValueError, LookupError):  # `network` is free of form, so it may not describe a network
+        return _scoring(manifest)
+
+
+def _scoring(manifest: Manifest) -> int:
+    """Return an upper bound for features and score: one image with a hundred channels."""
+    height, width = manifest.preprocessing.network_size
+    return 100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2)
 
 
 def _weights(manifest: Manifest, role: str, file: str | None) -> int:
@@ -68,13 +88,22 @@ def _weights(manifest: Manifest, role: str, file: str | None) -> int:
 
 
 def _step(manifest: Manifest, role: str) -> int:
-    """Bytes of one sample that live at once in a step."""
-    network: Mapping[str, Any] = {
-        "model_channels": 64,
-        "channel_mult": [1, 2, 4],
-        "num_res_blocks": 2,
-    } | manifest.network
-    height, width = manifest.preprocessing.network_size
+    network = {"model_channels": 64, "channel_mult": [1, 2, 4], "num_res_blocks": 2} | manifest.network
+    floats = step_bytes(network, manifest.preprocessing.network_size, guided=role == GUIDED)
+    return round(floats * (_HALF if manifest.precision != "fp32" else 1))
+
+
+def weight_bytes(network: Mapping[str, Any]) -> int:
+    """Return about how many bytes the weights of a network take in float32, from its configuration."""
+    blocks: int = network["num_res_blocks"]
+    squares = sum((mult * network["model_channels"]) ** 2 for mult in network["channel_mult"])
+    # 3 x 3 convolutions: two a block on the way down, on the way up the first has the skip beside it; two resamplers.
+    return int(1.2 * _FLOAT * squares * (18 * blocks + 29 * (blocks + 1) + 36))
+
+
+def step_bytes(network: Mapping[str, Any], size: tuple[int, int], *, guided: bool) -> int:
+    """Return the bytes of a sample in float32 that live at once in a step at `size` (H, W), from its configuration."""
+    height, width = size
     blocks: int = 2 * network["num_res_blocks"] + 1  # of a level, down and up
     pixels = [height * width / 4**level for level in range(len(network["channel_mult"]))]
     maps = sum(
@@ -83,11 +112,11 @@ def _step(manifest: Manifest, role: str) -> int:
     heads = network.get("num_heads") or 1
     attention = [heads * (height * width / factor**2) ** 2 for factor in network.get("attention_factors", ())]
     floats: float
-    if role == GUIDED:  # what the gradient goes back through is kept
+    if guided:  # what the gradient goes back through is kept
         floats = _GUIDED_MAPS * blocks * maps + 2 * blocks * sum(attention)
     else:
         floats = _PLAIN_MAPS * maps + 2 * max(attention, default=0)
-    return round(_FLOAT * floats * (_HALF if manifest.precision != "fp32" else 1))
+    return round(_FLOAT * floats)
 
 
 def measurement_key(manifest: Manifest, card: Card, engine: str, samples: int) -> str:

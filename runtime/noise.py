@@ -16,7 +16,7 @@ INITIAL = -1
 KNOWN, JUMP = 2**30, 2**31
 """Added to a step index: the noise of the known part in the inpaint rule; that of the way back before a step again."""
 
-_KEPT_BYTES = 256 * 2**20
+KEPT_BYTES = 256 * 2**20
 
 
 class Noise(Protocol):
@@ -59,7 +59,7 @@ class NoiseBank:
     def _keep(self, key: tuple[int, int, int], noise: NDArray[np.float32]) -> NDArray[np.float32]:
         noise.setflags(write=False)
         others = sum(kept.nbytes for other, kept in self._kept.items() if other != key)
-        if others + noise.nbytes <= _KEPT_BYTES:
+        if others + noise.nbytes <= KEPT_BYTES:
             self._kept[key] = noise
         return noise
 

@@ -4,8 +4,10 @@ import math
 import os
 from pathlib import Path
 
+from mdps.runtime.cgroups import PROC, ROOT, groups, read
 
-def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+
+def available_cpus(proc: Path = PROC, root: Path = ROOT) -> int:
     """The smallest of the processors this process may run on, its cgroup quota (version 1 or 2) and OMP_NUM_THREADS.
 
     At least 1. The variable is how processes that share a machine are told to keep to their part, in whatever library.
@@ -13,7 +15,7 @@ def available_cpus(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
     return max(1, math.ceil(min(_limits(proc, root).values())))
 
 
-def cpus_limited_by(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> str | None:
+def cpus_limited_by(proc: Path = PROC, root: Path = ROOT) -> str | None:
     """Name what keeps this process from some of the processors, such as `OMP_NUM_THREADS`; None for nothing."""
     limits = _limits(proc, root)
     name = min(limits, key=lambda key: limits[key])
@@ -40,29 +42,18 @@ def _asked() -> list[float]:
 
 
 def _quotas(proc: Path, root: Path) -> list[float]:
-    """Processors each group from ours up to the root grants; a container often shows only the root."""
-    found = []
-    for line in _read(proc).splitlines() or ["0::/"]:
-        _, controllers, group = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            found += [_v2(folder) for folder in _up(root, group)]
-        elif "cpu" in controllers.split(","):
-            found += [_v1(folder) for name in ("cpu", controllers) for folder in _up(root / name, group)]
+    """Return the processors that each group grants."""
+    found = [_v2(folder) if version == 2 else _v1(folder) for version, folder in groups("cpu", proc, root)]
     return [quota for quota in found if quota is not None]
 
 
-def _up(root: Path, group: str) -> list[Path]:
-    inner = root / group.lstrip("/")
-    return [inner, *(folder for folder in inner.parents if folder == root or root in folder.parents)]
-
-
 def _v2(folder: Path) -> float | None:
-    words = _read(folder / "cpu.max").split()
+    words = read(folder / "cpu.max").split()
     return _ratio(*words) if len(words) == 2 else None
 
 
 def _v1(folder: Path) -> float | None:
-    return _ratio(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+    return _ratio(read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us"))
 
 
 def _ratio(quota: str, period: str) -> float | None:
@@ -71,10 +62,3 @@ def _ratio(quota: str, period: str) -> float | None:
     except (ValueError, ZeroDivisionError):  # "max", or no such file
         return None
     return ratio if ratio > 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

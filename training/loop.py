@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from mdps.models.checkpoints import run_warnings, save_denoiser
 from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.host_memory import check_training
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training.check import check_files
 from mdps.training.config import TrainingConfig, rate_factor
 from mdps.training.draw import draw_batch, seed_dropout
-from mdps.training.engine import Engine, choose_device, first_process
+from mdps.training.engine import Engine, choose_device, first_process, process_count
 from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, unwritable
 from mdps.training.loss import loss_weights, noise_losses
 from mdps.training.meter import Meter
@@ -65,6 +66,8 @@ def fit(
     source = as_source(images, preprocessing)
     config = config.with_steps(source.count)
     _check_size(source, config)
+    if where.type == "cpu":
+        check_training(config.network.to_json(), preprocessing.network_size, config.batch, process_count())
     engine = Engine(config, where)
     try:
         with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):

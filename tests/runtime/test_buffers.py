@@ -248,7 +248,7 @@ def test_noise_for_many_images_is_made_once(monkeypatch: pytest.MonkeyPatch) -> 
     for images in (1, 3):
         fewer = bank.draw(0, 0, 2, images=images)
         assert (address(fewer), len(fewer), fewer.flags.writeable) == (address(four), 2 * images, False)
-    monkeypatch.setattr(noise_module, "_KEPT_BYTES", 3 * one.nbytes)
+    monkeypatch.setattr(noise_module, "KEPT_BYTES", 3 * one.nbytes)
     small = NoiseBank(0, SHAPE)
     kept = small.draw(0, 0, 2)
     np.testing.assert_array_equal(small.draw(0, 0, 2, images=4), four)

@@ -52,7 +52,7 @@ def test_it_is_standard_normal_float32_and_read_only():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr("mdps.runtime.noise._KEPT_BYTES", 2 * 3 * 8 * 8 * 4)
+    monkeypatch.setattr("mdps.runtime.noise.KEPT_BYTES", 2 * 3 * 8 * 8 * 4)
     bank = NoiseBank(0, SHAPE)
     assert bank.draw(0, 0, 2) is bank.draw(0, 0, 2)
     extra = bank.draw(0, 1, 2)

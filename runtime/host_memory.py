@@ -1,0 +1,277 @@
+"""Whether what is about to be done fits into the memory that this process may take: asked before anything is opened.
+
+What a bundle needs is modelled from its manifest, by parts: libraries, weights, what lives at once in a step (recorded
+by the export, node by node), and the arrays of a pass. The numbers in `_FITTED` were fitted to the peaks of fresh
+processes; docs/use/running.md has the comparison, tests/runtime/test_cpu_memory.py repeats it.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.cgroups import PROC, ROOT, groups, read
+from mdps.runtime.engines import AUTO, DEFAULT, named
+from mdps.runtime.errors import UsageError
+from mdps.runtime.graphs import STEPS
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.memory import gigabytes, live, step_bytes, weight_bytes
+from mdps.runtime.noise import KEPT_BYTES
+from mdps.runtime.schedule import plan_steps
+from mdps.runtime.settings import Settings
+
+_FLOAT = 4
+_MB = 10**6
+_UNLIMITED = 2**60  # what cgroup v1 says where nothing was set is near 2**63
+_PASS_ARRAYS = (
+    9  # of the size of all samples: y, noise, none, x in two, mask, what is drawn, samples of the pass before
+)
+_TRAINED = 1.65  # of a guided step's estimate: what torch keeps for the way back, and what that leaves
+_TRAINING_COPIES, _TRAINING = 7, 230 * _MB  # weights, gradients, moments, average, a checkpoint; and what torch starts
+_EXPORT_COPIES, _EXPORTING, _GATE_STEPS = 8, 480 * _MB, 16
+_MAPPED = 500 * _MB  # threads' stacks and pools
+BIG_BATCH = 256 * _MB
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may still be taken, and what sets that bound; `mapped`: it counts addresses, used or not."""
+
+    bytes: int
+    bound: str
+    mapped: bool = False
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes by part; `mapped` are addresses that are taken beyond them and never used."""
+
+    parts: Mapping[str, int]
+    mapped: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that becomes resident."""
+        return sum(self.parts.values())
+
+    def of(self, room: Room) -> int:
+        """Return how much of a room it takes."""
+        return self.total + self.mapped if room.mapped else self.total
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """What an engine takes, fitted: `library` once, then multiples of a graph's file, its weights, what lives in it.
+
+    `shifted` is `lives` for networks with scale-shift norms, whose buffers fit less well into the memory of others.
+    """
+
+    module: str
+    library: int
+    graph: float
+    weights: float
+    lives: float
+    shifted: float
+    mapped: int
+    mapped_graph: float = 0.0
+    mapped_lives: float = 0.0
+
+
+_WIDE, _WINOGRAD = 64, 5.5  # from so many channels on MNN transforms most 3 x 3 weights, which become as much larger
+_SCORED = 2.2  # of what lives in features and score on ONNX Runtime, which has the score's for MNN too
+_ORT = _Fitted("onnxruntime", 29 * _MB, 80, 1.0, 1.45, 1.75, 100 * _MB, mapped_lives=1.5)
+_FITTED = {
+    "onnxruntime": _ORT,
+    "openvino": _Fitted("openvino", 99 * _MB, 635, 1.63, 1.0, 1.0, 670 * _MB, mapped_graph=950, mapped_lives=1.0),
+    "mnn": _Fitted("MNN", 39 * _MB, 0, 1.17, 1.41, 1.41, 300 * _MB),
+    "torch": _Fitted("torch", 490 * _MB, 0, 1.5, 1.45, 1.45, 2700 * _MB),
+}
+LIBRARIES = {
+    "torch": HostNeed({"torch": 500 * _MB}, 2700 * _MB),
+    "export": HostNeed({"torch, timm and onnx": 710 * _MB}, 2900 * _MB),
+    "train": HostNeed({"torch": 520 * _MB}, 2720 * _MB),
+}
+"""What importing takes: measured as resident memory and as addresses."""
+
+
+def rooms(proc: Path = Path("/proc"), cgroup: Path = PROC, root: Path = ROOT) -> Iterator[Room]:
+    """Yield every bound that this system tells of; none where it tells of none, as on Windows and macOS."""
+    memory = _fields(proc / "meminfo")
+    if "MemAvailable" in memory:
+        yield Room(memory["MemAvailable"] + memory.get("SwapFree", 0), "free memory and swap of this machine")
+    for version, folder in groups("memory", cgroup, root):
+        yield from _of_group(version, folder)
+    yield from _of_process(_fields(proc / "self" / "status"))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the bytes of a file of lines like "MemFree:  12 kB"."""
+    rows = (line.split() for line in read(path).splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
+
+
+def _of_group(version: int, folder: Path) -> Iterator[Room]:
+    limit, used, cache = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    texts = [read(folder / name).strip() for name in (limit, used)]
+    if not all(text.isdecimal() for text in texts) or int(texts[0]) >= _UNLIMITED:  # "max", or no such file
+        return
+    rows = (line.split() for line in read(folder / "memory.stat").splitlines())
+    freed = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] == cache and row[1].isdecimal())
+    yield Room(max(0, int(texts[0]) - int(texts[1]) + freed), f"left of the container's limit, {folder / limit}")
+
+
+def _of_process(status: Mapping[str, int]) -> Iterator[Room]:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    for name, field, command, mapped in (("RLIMIT_AS", "VmSize", "-v", True), ("RLIMIT_DATA", "VmData", "-d", True)):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY and field in status:
+            yield Room(max(0, limit - status[field]), f"left of the limit that `ulimit {command}` shows", mapped)
+
+
+def check_room(need: HostNeed, what: str, lower: str) -> None:
+    """Raise UsageError where `what` needs more than there is, with both figures and what to `lower`."""
+    short = [room for room in rooms() if need.of(room) > room.bytes]
+    if not short:
+        return
+    tightest = min(short, key=lambda room: room.bytes - need.of(room))
+    parts = {name: size for name, size in need.parts.items() if size >= _MB / 2}
+    if tightest.mapped:
+        parts |= {"addresses that are reserved and not used": need.mapped}
+    details = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+    raise UsageError(
+        f"{what} needs {gigabytes(need.of(tightest))} GB of memory ({details}), and there are "
+        f"{gigabytes(tightest.bytes)} GB ({tightest.bound}): {lower}"
+    )
+
+
+def check_libraries(extra: str) -> None:
+    """Raise UsageError where the libraries of an extra ("export", "train") do not even fit; they crash without room."""
+    if extra in LIBRARIES and "torch" not in sys.modules:
+        check_room(
+            LIBRARIES[extra],
+            "this command, which imports torch,",
+            "raise the limit, or run it on a machine with more memory",
+        )
+
+
+def check_bundle(bundle: Bundle, options: LoadOptions) -> None:
+    """Raise UsageError where a bundle loaded for the CPU, and one image judged by it, do not fit.
+
+    Of a card nothing is asked here; "auto" counts as ONNX Runtime.
+    """
+    engine = named(DEFAULT if options.engine == AUTO else options.engine)
+    if engine.on_card:
+        return
+    need = bundle_need(bundle.manifest, bundle.settings, engine.name, options.max_batch)
+    samples = bundle.settings.sampler.samples
+    fewer = "lower --samples (or max_batch in Python), " if samples > 1 else ""
+    other = "" if engine.name == DEFAULT else f"try --engine {DEFAULT}, "
+    remedy = f"{fewer}{other}or export it with a smaller --image-size"
+    check_room(need, f"{bundle.path} with {samples} samples", remedy)
+
+
+def bundle_need(manifest: Manifest, settings: Settings, engine_name: str, max_batch: int) -> HostNeed:
+    """Return what a bundle takes from loading to the verdict of one image, on an engine of the CPU."""
+    samples = settings.sampler.samples
+    parts = dict.fromkeys(("libraries", "weights", "activations", "arrays"), 0.0)
+    mapped = 0.0
+    opened = {role: _engine(manifest, role, engine_name) for role in settings.roles}
+    for engine in {_FITTED[name] for name in opened.values()}:
+        if engine.module not in sys.modules:
+            parts["libraries"] += engine.library
+            mapped += engine.mapped
+    for role, name in opened.items():
+        engine = _FITTED[name]
+        step = role in STEPS
+        file, graph, weights = _files(manifest, role, name)
+        shifted = step and bool(manifest.network.get("scale_shift_norm"))
+        at_once = 1 if name == "mnn" or role == "features" else min(samples, max_batch) if step else samples
+        factor = _SCORED if engine is _ORT and not step else engine.shifted if shifted else engine.lives
+        lives = factor * live(manifest, role, file) * at_once
+        narrow = manifest.network.get("model_channels") in range(_WIDE)
+        copies = _WINOGRAD if name == "mnn" and not narrow else engine.weights
+        parts["weights"] += engine.graph * graph + copies * weights
+        parts["activations"] += lives
+        mapped += engine.mapped_graph * graph + engine.mapped_lives * lives
+    parts["arrays"] = _arrays(manifest, settings)
+    return HostNeed({name: round(size) for name, size in parts.items()}, round(mapped))
+
+
+def check_training(network: Mapping[str, Any], size: tuple[int, int], batch: int, processes: int) -> None:
+    """Raise UsageError where the `processes` of a training run on this machine's CPU, with their shares, do not fit."""
+    lives = batch * _TRAINED * step_bytes(network, size, guided=True)
+    state = processes * _TRAINING_COPIES * weight_bytes(network)
+    parts = {"libraries": processes * _TRAINING, "weights": state, "activations": round(lives)}
+    what = f"training on batches of {batch} images of {size[0]} x {size[1]}"
+    check_room(HostNeed(parts, processes * _MAPPED), what, "lower --batch, --image-size or --base")
+
+
+def check_export(network: Mapping[str, Any], size: tuple[int, int], settings: Settings) -> None:
+    """Raise UsageError where an export does not fit: its gate runs two images' samples at once through torch."""
+    samples, passes = 2 * settings.sampler.samples, settings.sampler.passes
+    step = step_bytes(network, size, guided=any(one.guidance_scale for one in passes))
+    arrays = samples * 3 * size[0] * size[1] * _FLOAT * (_PASS_ARRAYS + 3 * _GATE_STEPS)
+    lives = step * (_TRAINED * samples + min(8, samples))
+    parts = {"libraries": _EXPORTING, "weights": _EXPORT_COPIES * weight_bytes(network)}
+    parts |= {"activations": round(lives), "arrays": arrays}
+    what = (
+        f"the export for {size[0]} x {size[1]} with {settings.sampler.samples} samples, and its comparison with torch,"
+    )
+    check_room(HostNeed(parts, _MAPPED), what, "lower --samples or --image-size")
+
+
+def check_batch(manifest: Manifest, settings: Settings, images: int) -> None:
+    """Raise UsageError where the samples of a large batch of images, kept until all are judged, do not fit."""
+    kept = 2 * images * settings.sampler.samples * _sample(manifest)  # each image's, and all of them put together
+    if kept > BIG_BATCH:
+        what = f"{images} images at once with {settings.sampler.samples} samples each"
+        check_room(HostNeed({"samples": kept}), what, "lower --batch or --samples")
+
+
+def _engine(manifest: Manifest, role: str, engine_name: str) -> str:
+    """Return which of _FITTED runs a graph: the default engine what the one named cannot read."""
+    engine, graph = named(engine_name), manifest.graphs.get(role)
+    if graph is not None and graph.session == "traced":
+        return "torch"
+    if not engine.complete and (graph is None or engine.form not in graph.variants):
+        return DEFAULT
+    return engine.form or DEFAULT
+
+
+def _files(manifest: Manifest, role: str, engine: str) -> tuple[str, int, int]:
+    """Return the file whose live bytes count, and the bytes of the graph's file and of its weights."""
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    graph = manifest.graphs.get(role)
+    if graph is None:
+        return "", 0, 0
+    file = graph.variants.get(engine, graph.file)
+    if engine == "torch":
+        return file, 0, sizes[file]
+    shared = "denoiser.weights" if role in STEPS else "features.weights"
+    weights = sizes.get(f"{file}.weight", sizes.get(shared, 0))
+    return graph.file if engine == "mnn" else file, sizes[file], weights
+
+
+def _arrays(manifest: Manifest, settings: Settings) -> int:
+    """Return the bytes of one image's passes outside the graphs: their arrays, and the noise that is kept."""
+    sampler, size = settings.sampler, _sample(manifest)
+    drawn = 0
+    for one in sampler.passes:
+        _, steps = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
+        drawn += 1 + sum(bool(step.sigma_t) for step in steps)
+    whole = sampler.samples * size
+    return _PASS_ARRAYS * whole + min(drawn * whole, KEPT_BYTES)
+
+
+def _sample(manifest: Manifest) -> int:
+    height, width = manifest.preprocessing.network_size
+    return 3 * height * width * _FLOAT
