@@ -15,6 +15,7 @@ from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
 from mdps.models.checkpoints import LoadOptions, load_denoiser
 from mdps.models.unet import UNet
+from mdps.runtime.engines import named
 from mdps.runtime.engines.onnxruntime import OrtSession
 from mdps.runtime.graphs import Graphs
 from mdps.runtime.sampler import posterior_sampling
@@ -49,7 +50,8 @@ def sessions(network: UNet, mask_rule: Any, folder: Path) -> Graphs:
     guided = record(GuidedStep(Denoiser(network, "eps"), rules), example, ["x_s", "eps", "guidance_gradient"], BATCHED)
     write(plain, folder / "plain.onnx", weights)
     write(guided, folder / "guided.onnx", weights)
-    return Graphs(OrtSession(folder / "guided.onnx"), OrtSession(folder / "plain.onnx"))
+    engine = named("onnxruntime")
+    return Graphs(OrtSession(folder / "guided.onnx", engine), OrtSession(folder / "plain.onnx", engine))
 
 
 def states(
