@@ -1,5 +1,8 @@
 """Options that are made from a dataclass's fields, and `--set` for the same fields."""
 
+import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +14,7 @@ from mdps.cli import cli
 from mdps.commands import COMMANDS
 from mdps.commands.fields import fields, settings
 from mdps.commands.terminal import run
+from mdps.export.options import ExportOptions
 from mdps.runtime.errors import UsageError
 from mdps.runtime.option import Option, build, check_ranges, settings_of
 
@@ -219,9 +223,6 @@ def test_every_option_says_what_it_is_for() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_needs_neither_torch_nor_an_engine(name: str) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from mdps.cli import cli; from mdps.commands.terminal import run; "
         f"run(cli, [{name!r}, '--help']); "
@@ -229,3 +230,31 @@ def test_the_help_of_a_command_needs_neither_torch_nor_an_engine(name: str) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+
+
+TABLE = FOLDER.parent / "docs/develop/options.md"
+
+
+def keys_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    assert run(cli, [command, "--set", "help"]) == 0
+    return {line.partition("=")[0] for line in capsys.readouterr().out.splitlines()}
+
+
+@pytest.mark.parametrize("name", ["bench", "peers", "reproduce", "sweep", "trade"])
+def test_options_that_became_keys_are_still_to_be_had(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page lists what each study could be told before its options became keys."""
+    rows = {row.split("|")[1].strip(" `"): row.split("|")[4:6] for row in TABLE.read_text().splitlines() if "| " in row}
+    kept, keys = (set(re.findall(r"`([-\w]+)`", cell)) for cell in rows[name])
+    assert kept <= {one.opts[0] for one in every_option()[name]}
+    own = {key for key in keys if not key.startswith("-")} - set(COMMANDS)
+    assert own
+    assert own - {"samples", "steps"} <= keys_of(name, capsys)
+
+
+def test_a_study_can_be_told_what_an_export_can(capsys: pytest.CaptureFixture[str]) -> None:
+    of_files = {"engine", "compute-capability", "max-batch", "count-nodes"}
+    export = {one.key for one in settings_of(ExportOptions)} - of_files
+    decided = {"reproduce": {"samples", "method"}, "trade": {"gradient", "steps", "mask-pass", "method"}}
+    for name, left_out in decided.items():
+        assert keys_of(name, capsys) >= export - left_out
+        assert not keys_of(name, capsys) & left_out
