@@ -14,12 +14,12 @@ from mdps.benchmarks.metrics import auroc, pixel_auroc
 from mdps.benchmarks.textures import Sample, TextureSet
 from mdps.export import ExportOptions, export_bundle
 from mdps.runtime import load
-from mdps.runtime.atomic import is_temporary, new_folder
+from mdps.runtime.atomic import is_temporary, new_folder, writing
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.manifest import FILE_NAME
-from mdps.serving.earlier import REPORT
-from mdps.serving.rows import Row, writing
-from mdps.serving.run import calibrate_folder, inspect_folder
+from mdps.serving.calibrate import calibrate_folder
+from mdps.serving.folder import REPORT, Row, predict
+from mdps.serving.report import report_run
 
 CHECKPOINT = Path(__file__).parent / "demo" / "denoiser.safetensors"
 PHOTO = "brick"
@@ -98,7 +98,9 @@ def inspect_demo(bundle: Path, samples: Sequence[Sample], out: Path, threads: in
     """Writes the test images into `out` and judges them one at a time, as a line does; a row each, in their order."""
     images = _save(out / _TEST, ((f"{sample.kind}/{sample.name}", sample.image) for sample in samples))
     with load(bundle, threads=threads) as detector:
-        return inspect_folder(detector, bundle, images, out, batch=1, force=True)
+        rows = predict(detector, images, out, batch=1, force=True)
+        report_run(detector, bundle, rows, out)
+    return rows
 
 
 def measure(samples: Sequence[Sample], rows: Sequence[Row], out: Path) -> DemoResult:

@@ -10,10 +10,9 @@ from PIL import Image
 from mdps import __version__
 from mdps.benchmarks.evaluate import METRICS, Evaluation, ScoredImage, finite
 from mdps.benchmarks.kinds import HEADS as KINDS
+from mdps.serving.folder import Row
 from mdps.serving.overlay import thumbnail
-from mdps.serving.report import HEAD, SCRIPT, embedded, image_table, plain_text, settings_table
-from mdps.serving.rows import Row
-from mdps.serving.run import flat
+from mdps.serving.report import HEAD, SCRIPT, embedded, flat, image_table, plain_text, settings_table
 
 _STYLE = (
     "<style>figure { margin: .6rem 0 } figure img { width: 100%; max-width: 900px } figcaption { color: #555 } "

@@ -11,12 +11,11 @@ from mdps.benchmarks.evaluation_plots import best_threshold, image_curve, roc_pl
 from mdps.benchmarks.gallery import Example, Gallery, picture
 from mdps.benchmarks.kinds import HEADS as KINDS
 from mdps.benchmarks.looks import Judge, covered_box
-from mdps.runtime.atomic import new_folder, write_bytes, write_text
+from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import read_image
 from mdps.serving.overlay import HeatRange, png
-from mdps.serving.rows import writing
-from mdps.serving.run import flat
+from mdps.serving.report import flat
 
 RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 BEST, WORST, ROC, SCORES, COUNTS = "best", "worst", "roc.png", "scores.png", "counts.npz"

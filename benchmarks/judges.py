@@ -23,7 +23,7 @@ from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import ScoreSettings, Settings
 from mdps.runtime.versions import versions
-from mdps.serving.folder import judge_all
+from mdps.serving.folder import predictions
 
 Changes = Callable[[Settings], Settings]
 # What the graphs of a bundle compute and no input of theirs can change (export/step.py, export/score.py).
@@ -145,10 +145,10 @@ class BundleJudge:
         if self._uses_test_set:
             self._detector.mask_range = self._range_over(paths)
         self._looked = self._left = 0
-        for judged in judge_all(self._detector, paths, self._batch):
-            if not isinstance(judged.result, str):
-                self._looked, self._left = self._looked + 1, self._left + judged.result.early_exit
-            yield judged.result if isinstance(judged.result, str) else self._look(judged.result)
+        for found in predictions(self._detector, paths, self._batch):
+            if not isinstance(found.result, str):
+                self._looked, self._left = self._looked + 1, self._left + found.result.early_exit
+            yield found.result if isinstance(found.result, str) else self._look(found.result)
 
     def watch(self, told: Callable[[Inspection], object]) -> None:
         """Call `told` with what each batch of pictures found, in order, before its looks are yielded."""

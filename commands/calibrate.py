@@ -38,7 +38,7 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
     """
     from mdps.commands.messages import describe_calibration, mention_plans, next_predict
     from mdps.runtime.manifest import Manifest
-    from mdps.serving.run import calibrate_folder
+    from mdps.serving.calibrate import calibrate_folder
 
     mention_plans(bundle)
     asked = build(LoadOptions, options)

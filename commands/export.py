@@ -55,7 +55,7 @@ def export(
     if good is None:
         click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER{engine}")
         return
-    from mdps.serving.run import calibrate_folder
+    from mdps.serving.calibrate import calibrate_folder
 
     with spoken_warnings():
         threshold = calibrate_folder(bundle, good, false_alarm_rate).threshold
@@ -76,6 +76,6 @@ def _check_before_export(good: Path | None, one_file: bool, guidance_backend: st
     if one_file and guidance_backend == "traced":
         raise click.UsageError("--single-file needs --guidance-backend onnx: no ONNX file can hold a torch program")
     if good is not None:
-        from mdps.serving.inputs import find_images
+        from mdps.runtime.image_files import find_images
 
         find_images([good])

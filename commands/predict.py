@@ -55,11 +55,11 @@ def predict(
     """
     from mdps.commands.messages import mention_plans
     from mdps.runtime import load
-    from mdps.serving.earlier import refuse_results
-    from mdps.serving.run import inspect_folder
+    from mdps.serving import folder
+    from mdps.serving.report import report_run
 
     if not force:
-        refuse_results(out)  # before a bundle is loaded in vain
+        folder.refuse_results(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
     with spoken_warnings():
         detector = load(
@@ -67,7 +67,8 @@ def predict(
         )
     printer = _RowPrinter(as_json)
     with detector, spoken_warnings():
-        rows = inspect_folder(detector, bundle, inputs, out, batch=batch, force=force, on_row=printer)
+        rows = folder.predict(detector, inputs, out, batch=batch, force=force, on_row=printer)
+        report_run(detector, bundle, rows, out)
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
         named = row.path in str(row.error)

@@ -3,11 +3,13 @@
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, Self
 
-from mdps.runtime.errors import UsageError
+from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.image_files import without_waiting
 
 _MARK = ".mdps-tmp-"
 
@@ -113,3 +115,79 @@ def _move_in(temporary: Path, path: Path, *, replace: bool) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         old.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a write that fails (full disk, no permission) into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MdpsError(f"{path} cannot be written: {reason}; make room or choose another place") from error
+
+
+def _own(file: BinaryIO, path: Path) -> None:
+    """Takes the file for this run; MdpsError while another run writes to it.
+
+    Windows has no lock that would leave the file readable meanwhile, nor do some network drives.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MdpsError(f"{path} is being written by another run: give each run a folder of its own") from None
+    except (ImportError, OSError):
+        pass
+
+
+def _empty(file: BinaryIO, path: Path) -> None:
+    with writing(path):
+        if os.fstat(file.fileno()).st_size:
+            os.ftruncate(file.fileno(), 0)
+
+
+class LineFile:
+    """A text file that grows by whole lines: a run that is killed, or finds the disk full, leaves no broken one.
+
+    What it held is gone; `once_owned` is called before, when no other run can write to the file any more.
+    """
+
+    def __init__(self, path: Path, header: str = "", once_owned: Callable[[], None] = lambda: None) -> None:
+        self._path = path
+        with writing(path):
+            # Emptied once it is known to be ours; a pipe that nobody reads is refused.
+            self._file: BinaryIO = open(path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115
+        try:
+            _own(self._file, path)
+            once_owned()
+            _empty(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
+        if header:
+            self.append(header)
+
+    def append(self, line: str) -> None:
+        """Adds `line`, which ends with a newline, in one write.
+
+        Raises:
+            MdpsError: the disk took only a part of the line; that part is cut off again.
+        """
+        data = line.encode()
+        start = self._file.tell()
+        with writing(self._path):
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError:
+                with suppress(OSError):  # a device is no file that could be cut
+                    os.ftruncate(self._file.fileno(), start)
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

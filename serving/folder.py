@@ -1,126 +1,195 @@
-"""Judges many image files: a row each, a map and a picture each, and one bad file stops nothing."""
+"""Judge the images of folders: a row, a map and a picture each, and one bad file stops nothing."""
 
 import io
+import json
+import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
 
-from mdps.runtime.atomic import write_bytes
+from mdps.runtime.atomic import LineFile, write_bytes, writing
+from mdps.runtime.calibration import Calibration
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
-from mdps.runtime.image_files import MAPS, OVERLAYS
-from mdps.runtime.preprocessing import read_image
-from mdps.serving.earlier import refuse_inputs_in, refuse_results, remove_results
-from mdps.serving.inputs import output_names
-from mdps.serving.overlay import HeatRange, own_range, png, strip
-from mdps.serving.rows import Row, open_rows, writing
+from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, find_images, odd_pictures, open_file
+from mdps.runtime.preprocessing import Preprocessing, read_image
+from mdps.serving.overlay import HeatRange, heat_range, own_range, png, strip
 
-T = TypeVar("T")
+TABLE, REPORT = "results.csv", "report.html"
+_FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
+_LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
+S, T = TypeVar("S"), TypeVar("T")
 
 
-class Judge(Protocol):
-    """The part of a detector that this module needs."""
+class BatchDetector(Protocol):
+    """What `predictions` needs of a detector."""
 
     def batch(self, images: Sequence[Image.Image]) -> list[Result]:
-        """Judges images; the result of each does not depend on the others."""
+        """Judge images; the result of each does not depend on the others."""
+
+
+class FolderDetector(BatchDetector, Protocol):
+    """What `predict` needs of a detector."""
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How its images are resized."""
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What good parts look like to it, where that is known."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A file with its result or with the sentence that says why there is none."""
+class Row:
+    """One image of a run.
 
-    path: Path
-    result: Result | str
-    ms: float
+    `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
+    without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
+    and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
+    """
+
+    path: str
+    score: float | None = None
+    threshold: float | None = None
+    verdict: str | None = None
+    map: str | None = None
+    ms: float | None = None
+    early_exit: bool | None = None
+    error: str | None = None
+
+    @property
+    def overlay(self) -> str | None:
+        """The picture that belongs to the map, relative to the output folder as well."""
+        return f"{OVERLAYS}/{Path(self.map).stem}.png" if self.map else None
+
+    def to_json(self) -> str:
+        """The row as one line of JSON, all ASCII, so that a name of any bytes passes through any pipe."""
+        return json.dumps(asdict(self))
+
+    def to_csv(self) -> str:
+        """The row as one line of CSV; what is not known stays empty."""
+        return _csv_line(asdict(self).values())
+
+
+TABLE_HEADER = ",".join(field.name for field in fields(Row)) + "\n"
+# What makes a formula of a cell, behind what spreadsheets pass over or, in some countries, part cells at.
+_FORMULA = r"(?:\A|;)[\s\ufeff]*[-=+@\uff0d\uff1d\uff0b\uff20]"
+_HOSTILE = re.compile(rf"{_FORMULA}|\A\"|[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def _csv_line(values: Iterable[object]) -> str:
+    return ",".join(map(_cell, values)) + "\n"
+
+
+def _cell(value: object) -> str:
+    """A value as a cell that is one in every importer; text that would be more is written as JSON text, in quotes."""
+    if not isinstance(value, str):
+        return "" if value is None else str(value)
+    text = value
+    if _HOSTILE.search(value):
+        text = re.sub(r"(;\s*)([-=+@])", lambda found: f"{found[1]}\\u{ord(found[2]):04x}", json.dumps(value))
+    is_plain = text == text.strip() and not set(text) & set(',;"')
+    return text if is_plain else '"{}"'.format(text.replace('"', '""'))
 
 
 def predict(
-    detector: Judge,
-    images: Sequence[Path],
+    detector: FolderDetector,
+    inputs: Sequence[str | Path],
     out: Path,
     *,
     batch: int = 4,
     force: bool = False,
-    heat_range: HeatRange | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judge the `images` that were found and write `results.jsonl`, `results.csv`, `maps/` and `overlays/` into `out`.
+    """Judge all images of `inputs` and write `results.jsonl`, `results.csv`, `maps/` and `overlays/` into `out`.
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
-    given to `on_row`, as soon as their files are; a killed run leaves complete rows.
+    given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
+    range of the calibration, without one each in its own. Warns of images that are odd for the network before it
+    judges any.
 
     Args:
         batch: images judged at once; no result depends on it.
         force: replaces the results of an earlier run in `out`: its files are removed, and nothing else.
-        heat_range: map values drawn as no and full heat; None takes each map's own range.
 
     Returns:
-        One row a file, in their order. A file that cannot be judged has the verdict "error", also one that is gone.
+        One row a file, in the order of the inputs. A file that cannot be judged has the verdict "error", also one that
+        is gone since it was found.
 
     Raises:
-        UsageError: `out` cannot be made, or holds results of an earlier run or images where outputs would be written.
+        UsageError: an input is missing or has no images, `out` cannot be made, or holds results of an earlier run or
+            inputs where outputs would be written.
         MdpsError: an output cannot be written.
     """
+    images = find_images(inputs, exclude=out)
+    for sentence in odd_pictures(images, detector.preprocessing):
+        warnings.warn(sentence, stacklevel=2)
     if not force:
         refuse_results(out)
-    refuse_inputs_in(out, images)
+    _refuse_inputs_in(out, images)
     _prepare(out)
-    rows = []
-    with ExitStack() as files:
-        jsonl, table = (files.enter_context(file) for file in open_rows(out, lambda: remove_results(out)))
-        for judged, name in zip(judge_all(detector, images, batch), output_names(images), strict=True):
-            row = _write_outputs(judged, name, out, heat_range)
-            jsonl.append(row.to_json() + "\n")
+    rows, heat = [], heat_range(detector.calibration)
+    with (
+        LineFile(out / LINES, once_owned=lambda: _remove_results(out)) as lines,
+        LineFile(out / TABLE, TABLE_HEADER) as table,
+    ):
+        for found, name in zip(predictions(detector, images, batch), output_names(images), strict=True):
+            row = _write_outputs(found, name, out, heat)
+            lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
             on_row(row)
             rows.append(row)
     return rows
 
 
-def judge_all(detector: Judge, images: Sequence[Path], batch: int) -> Iterator[Judged]:
-    """Judges `images` by groups of `batch`, in order."""
-    for start in range(0, len(images), batch):
-        yield from _judge_group(detector, images[start : start + batch])
+@dataclass(frozen=True)
+class Prediction:
+    """A file with its result, or with the sentence that says why there is none."""
+
+    path: Path
+    result: Result | str
+    ms: float
 
 
-def _judge_group(detector: Judge, paths: Sequence[Path]) -> list[Judged]:
-    opened = [_timed(lambda path=path: read_image(path)) for path in paths]  # type: ignore[misc]
-    readable = [image for image, _ in opened if not isinstance(image, str)]
-    verdicts = iter(_judge_readable(detector, readable))
-    return [
-        Judged(path, image, read_ms) if isinstance(image, str) else _add_time(path, *next(verdicts), read_ms)
-        for path, (image, read_ms) in zip(paths, opened, strict=True)
-    ]
+def predictions(detector: BatchDetector, paths: Sequence[Path], batch: int) -> Iterator[Prediction]:
+    """Judge files by groups of `batch`, in order."""
+    for start in range(0, len(paths), batch):
+        group = paths[start : start + batch]
+        opened = [_attempt(read_image, path) for path in group]
+        judged = _judged(detector, [image for image, _ in opened if not isinstance(image, str)])
+        for path, (image, read_ms) in zip(group, opened, strict=True):
+            result, ms = (image, 0.0) if isinstance(image, str) else next(judged)
+            yield Prediction(path, result, read_ms + ms)
 
 
-def _add_time(path: Path, result: Result | str, ms: float, read_ms: float) -> Judged:
-    return Judged(path, result, ms + read_ms)
-
-
-def _judge_readable(detector: Judge, images: list[Image.Image]) -> list[tuple[Result | str, float]]:
-    """Judges a group at once; where that fails, each alone, so that the fault stays with its image."""
-    if not images:
-        return []
-    results, ms = _timed(lambda: detector.batch(images))
+def _judged(detector: BatchDetector, images: list[Image.Image]) -> Iterator[tuple[Result | str, float]]:
+    """Judge images at once; where that fails, each alone, so that the fault stays with its image."""
+    results, ms = _attempt(detector.batch, images)
     if not isinstance(results, str):
-        return [(result, ms / len(images)) for result in results]
-    if len(images) == 1:
-        return [(results, ms)]
-    return [outcome for image in images for outcome in _judge_readable(detector, [image])]
+        yield from ((result, ms / len(images)) for result in results)
+    elif len(images) == 1:
+        yield results, ms
+    else:
+        for image in images:
+            yield from _judged(detector, [image])
 
 
-def _timed(work: Callable[[], T]) -> tuple[T | str, float]:
-    """The result of `work`, or its error as a sentence, and the milliseconds it took."""
+def _attempt(work: Callable[[S], T], subject: S) -> tuple[T | str, float]:
+    """Return the result of `work`, or its error as a sentence, and the milliseconds it took."""
     started = time.perf_counter()
     outcome: T | str
     try:
-        outcome = work()
+        outcome = work(subject)
     except UsageError:  # not the image's fault: it would be the same for every image
         raise
     except MdpsError as error:
@@ -136,10 +205,10 @@ def _prepare(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def _write_outputs(judged: Judged, name: str, out: Path, heat_range: HeatRange | None) -> Row:
-    result = judged.result
+def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRange | None) -> Row:
+    result = found.result
     if isinstance(result, str):
-        return Row(path=str(judged.path), verdict="error", error=result)
+        return Row(path=str(found.path), verdict="error", error=result)
     picture = strip(
         result.observation,
         result.posterior_sample,
@@ -148,12 +217,12 @@ def _write_outputs(judged: Judged, name: str, out: Path, heat_range: HeatRange |
         heat_range or own_range(result.anomaly_map),
     )
     row = Row(
-        path=str(judged.path),
+        path=str(found.path),
         score=float(result.score),
         threshold=None if result.threshold is None else float(result.threshold),
         verdict=result.verdict,
         map=f"{MAPS}/{name}.npy",
-        ms=round(judged.ms, 3),
+        ms=round(found.ms, 3),
         early_exit=result.early_exit,
     )
     _write(out / str(row.map), _npy(result.anomaly_map))
@@ -170,3 +239,92 @@ def _npy(array: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array.astype(np.float32), allow_pickle=False)
     return buffer.getvalue()
+
+
+def output_names(images: Sequence[Path]) -> list[str]:
+    """A name for each image's outputs: its path below the folder that all share, as one word, such as `scratch_003`.
+
+    Every file system and shell takes the names as names, and no two are the same, even where case does not count.
+    """
+    taken: set[str] = set()
+    return [_unique(_plain(words), taken) for words in _below_common_folder(images)]
+
+
+def _below_common_folder(images: Sequence[Path]) -> list[str]:
+    absolute = [os.path.abspath(image.with_suffix("")) for image in images]  # noqa: PTH100 - Path.absolute keeps ".."
+    try:
+        common = os.path.commonpath([os.path.dirname(path) for path in absolute])  # noqa: PTH120
+    except ValueError:  # nothing given, or drives of Windows
+        return [Path(path).name for path in absolute]
+    return ["_".join(Path(path).relative_to(common).parts) for path in absolute]
+
+
+def _plain(name: str) -> str:
+    """`name` without what some file system or shell reads as something else: separators, leading dots and dashes."""
+    kept = "".join("_" if _is_odd(character) else character for character in name)
+    return kept[-_LONGEST:].strip(" .").lstrip("-") or "image"
+
+
+def _is_odd(character: str) -> bool:
+    return character in _FORBIDDEN or unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while _key(candidate) in taken:
+        count += 1
+        candidate = f"{name}~{count}"
+    taken.add(_key(candidate))
+    return candidate
+
+
+def _key(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def refuse_results(out: Path) -> None:
+    """UsageError where `out` holds results of an earlier run, be it complete or not."""
+    for name, nothing in ((LINES, 0), (TABLE, len(TABLE_HEADER)), (REPORT, 0)):
+        with suppress(OSError):  # that there is none
+            if (out / name).stat().st_size > nothing:
+                raise UsageError(
+                    f"--out {out} holds results of an earlier run ({name}): choose another folder, or replace them "
+                    "with --force"
+                )
+
+
+def _refuse_inputs_in(out: Path, images: Sequence[Path]) -> None:
+    """UsageError where an image lies in a folder of `out` that the run writes into: it might be overwritten."""
+    written = [os.path.realpath(out / name) for name in (MAPS, OVERLAYS)]
+    for image in images:
+        real = os.path.realpath(image)
+        if any(os.path.commonpath([real, folder]) == folder for folder in written if _same_drive(real, folder)):
+            raise UsageError(f"{image} lies in a folder that the run would write into: choose another --out than {out}")
+
+
+def _same_drive(one: str, other: str) -> bool:
+    return os.path.splitdrive(one)[0] == os.path.splitdrive(other)[0]
+
+
+def _remove_results(out: Path) -> None:
+    """Removes the report and the maps and pictures that `results.jsonl` lists, and nothing else.
+
+    Raises:
+        MdpsError: one of them cannot be removed.
+    """
+    for path in (out / REPORT, *_listed(out)):
+        with writing(path):
+            path.unlink(missing_ok=True)
+
+
+def _listed(out: Path) -> Iterator[Path]:
+    with writing(out / LINES), open_file(out / LINES) as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        try:
+            name = PurePosixPath(json.loads(line)["map"])
+        except (ValueError, TypeError, KeyError):  # an image without a map, or no line of ours
+            continue
+        if name.parts == (MAPS, name.name) and name.suffix == ".npy":  # a file that we name, wherever the line is from
+            yield out / name
+            yield out / OVERLAYS / f"{name.stem}.png"

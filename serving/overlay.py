@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mdps.runtime.calibration import Calibration
 from mdps.runtime.preprocessing import to_uint8
 
 Unit = NDArray[np.float32]  # [3, H, W], values in [-1, 1]
@@ -32,6 +33,13 @@ class HeatRange:
         span = max(self.high - self.low, 1e-12)
         heat: NDArray[np.float64] = np.clip((anomaly_map.astype(np.float64) - self.low) / span, 0.0, 1.0)
         return heat
+
+
+def heat_range(calibration: Calibration | None) -> HeatRange | None:
+    """From the coolest pixel of good parts, with the hottest of theirs at half heat; None without a calibration."""
+    if calibration is None:
+        return None
+    return HeatRange(calibration.map_low, 2 * calibration.map_high - calibration.map_low)
 
 
 def own_range(anomaly_map: NDArray[np.float32]) -> HeatRange:

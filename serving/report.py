@@ -1,18 +1,22 @@
 """One HTML file that shows a run: verdicts, scores, pictures and settings, with nothing loaded from anywhere."""
 
 import base64
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from mdps import __version__
-from mdps.runtime.atomic import write_bytes
+from mdps.runtime.atomic import write_bytes, writing
+from mdps.runtime.detector import Detector
+from mdps.runtime.manifest import FILE_NAME
+from mdps.serving.folder import REPORT, Row
 from mdps.serving.histogram import histogram
 from mdps.serving.overlay import thumbnail
-from mdps.serving.rows import Row, writing
 
 MOST_PICTURES = 500
 MOST_ROWS = 10_000
@@ -56,26 +60,43 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 </script>"""
 
 
-def write_report(
-    folder: Path, name: str, rows: Sequence[Row], settings: Mapping[str, str], title: str = "Inspection"
-) -> Path:
-    """Writes `report.html` into `folder`, whose `overlays/` hold the rows' pictures, and returns its path.
+def report_run(detector: Detector, bundle: Path, rows: Sequence[Row], out: Path) -> Path:
+    """`write_report` of a run of a detector, with all that is needed to repeat it."""
+    return write_report(out, rows, run_settings(detector, bundle), f"Inspection with {detector.manifest.name}")
+
+
+def write_report(folder: Path, rows: Sequence[Row], settings: Mapping[str, str], title: str = "Inspection") -> Path:
+    """Write `report.html` into `folder`, whose `overlays/` hold the rows' pictures, and return its path.
 
     Images are listed from the highest score down, after those that could not be judged. Only the 500 highest have
     pictures and only 10,000 rows are listed, so that a browser opens the page; it says what it leaves out.
 
     Args:
-        name: the file's name.
         settings: what the run was made with (bundle, hashes, samples, ..), shown as it is.
 
     Raises:
         MdpsError: the file cannot be written.
     """
-    path = folder / name
+    path = folder / REPORT
     page = render(rows, settings, title, lambda row: _picture(folder, row))
     with writing(path):
         write_bytes(path, page.encode("utf-8", "replace"))
     return path
+
+
+def run_settings(detector: Detector, bundle: Path) -> dict[str, str]:
+    """All a reader needs to repeat a run: names, hashes (the manifest's covers every file's) and settings, as text."""
+    manifest_hash = hashlib.sha256((bundle / FILE_NAME).read_bytes()).hexdigest()
+    return {"manifest.sha256": manifest_hash, **dict(flat(detector.provenance))}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Pairs of a dotted name and a text for every value of nested mappings; nothing for None."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", str(value)
 
 
 def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture: Callable[[Row], str]) -> str:

@@ -169,7 +169,7 @@ def make_line_bundle(folder: Path) -> Path:
     from mdps.models.checkpoints import save_denoiser
     from mdps.models.unet import UNet, UNetConfig
     from mdps.runtime.schedule import NoiseSchedule
-    from mdps.serving.run import calibrate_folder
+    from mdps.serving.calibrate import calibrate_folder
 
     torch.manual_seed(0)
     small = {"channel_mult": (1, 1), "num_res_blocks": 1, "attention_factors": (2,), "num_heads": 2, "norm_groups": 4}

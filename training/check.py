@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mdps.runtime.odd_pictures import deep, known_headers, sizes, small, verb
+from mdps.runtime.image_files import deep, known_headers, sizes, small, verb
 from mdps.training.sources import Images
 
 KIND = "training images"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.runtime.errors import ImageError
-from mdps.runtime.odd_pictures import odd_picture
+from mdps.runtime.image_files import odd_picture
 from mdps.runtime.pictures import check_single
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.http.refusals import Refusal, too_large

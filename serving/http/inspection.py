@@ -16,8 +16,7 @@ from mdps.serving.http.images import observe, open_image
 from mdps.serving.http.model import Model
 from mdps.serving.http.refusals import bad_request
 from mdps.serving.http.service import Service, Visit, visit
-from mdps.serving.overlay import heat_picture, own_range, png
-from mdps.serving.run import heat_range
+from mdps.serving.overlay import heat_picture, heat_range, own_range, png
 
 _MAPS = ("none", "png", "npy")
 

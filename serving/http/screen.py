@@ -15,8 +15,7 @@ from mdps.serving.http.live import Seen
 from mdps.serving.http.model import Model
 from mdps.serving.http.refusals import Refusal, bad_request
 from mdps.serving.http.service import Service
-from mdps.serving.overlay import heat_picture, own_range, plain_picture, png
-from mdps.serving.run import heat_range
+from mdps.serving.overlay import heat_picture, heat_range, own_range, plain_picture, png
 
 _SCRIPTS = ("talk.js", "chart.js", "pictures.js")  # one script in this order: the last one starts it
 

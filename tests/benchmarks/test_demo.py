@@ -12,8 +12,7 @@ import pytest
 from mdps.benchmarks import demo
 from mdps.benchmarks.textures import Sample, TextureSet
 from mdps.runtime import MdpsError, UsageError, load
-from mdps.serving.folder import predict
-from mdps.serving.rows import Row
+from mdps.serving.folder import Row, predict
 
 
 @dataclass(frozen=True)

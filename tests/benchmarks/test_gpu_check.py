@@ -32,8 +32,8 @@ from mdps.commands import terminal
 from mdps.runtime import cards
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import UsageError
+from mdps.runtime.image_files import find_images
 from mdps.runtime.session import Port
-from mdps.serving.inputs import find_images
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import mdps.runtime
-import mdps.serving.run  # before a fixture fakes what it imports
+import mdps.serving.calibrate  # before a fixture fakes what it imports
 from mdps import __version__
 from mdps.cli import cli
 from mdps.commands.export import export
@@ -300,7 +300,7 @@ def test_a_bundle_that_cannot_be_written_is_told_before_anything_is_computed(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    monkeypatch.setattr("mdps.serving.run.load", lambda *_, **__: pytest.fail("computes in vain"))
+    monkeypatch.setattr("mdps.serving.calibrate.load", lambda *_, **__: pytest.fail("computes in vain"))
     assert run(cli, ["calibrate", str(tiny_bundle), str(good)]) == 1
     said = f"Error: {tiny_bundle / 'manifest.json'} cannot be written: Read-only file system"
     assert capsys.readouterr().err.startswith(said)

@@ -18,7 +18,7 @@ import pytest
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import load
-from mdps.serving.run import inspect_folder
+from mdps.serving.folder import predict
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 
@@ -181,7 +181,7 @@ def test_files_that_go_or_change_while_a_run_goes_on_are_rows(
         (folder / "good5.png").symlink_to(folder / "good1.png")
 
     with load(line_bundle, threads=1, warm_up=False) as detector:
-        rows = inspect_folder(detector, line_bundle, [folder], out, batch=1, on_row=after_listing)
+        rows = predict(detector, [folder], out, batch=1, on_row=after_listing)
     assert [row.verdict == "error" for row in rows] == [False, True, True, True, True, True, False]
     said = [str(row.error) for row in rows]
     assert "does not exist" in said[1]

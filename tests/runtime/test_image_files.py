@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from mdps.runtime.errors import UsageError
-from mdps.runtime.image_files import image_files
-from mdps.serving.inputs import find_images
+from mdps.runtime.image_files import find_images, image_files
 from mdps.training.sources import images_below
 
 

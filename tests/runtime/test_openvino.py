@@ -449,7 +449,7 @@ def test_calibrating_hands_the_backend_on(
         asked.append(options.engine)
         raise UsageError("enough")
 
-    monkeypatch.setattr("mdps.serving.run.load", refuse)
+    monkeypatch.setattr("mdps.serving.calibrate.load", refuse)
     assert run(cli, ["calibrate", str(bundle), str(tmp_path), "--engine", "openvino"]) == 2
     assert asked == ["openvino"]
 

@@ -14,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mdps.runtime.atomic import LineFile
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import BackendError, MdpsError, UsageError
-from mdps.serving import folder
-from mdps.serving.folder import judge_all
-from mdps.serving.inputs import find_images, output_names
-from mdps.serving.rows import Row, RowFile
+from mdps.runtime.image_files import find_images
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.folder import Row, output_names, predict, predictions
 
 
 class BrightnessDetector:
     """Scores an image by its mean, so that a result tells which image it belongs to."""
+
+    preprocessing, calibration = Preprocessing((16, 16)), None
 
     def __init__(self, threshold: float | None = 0.5) -> None:
         self.threshold = threshold
@@ -49,11 +51,6 @@ class BrightnessDetector:
             "times": {"total": 1.0},
         }
         return Result(**values)
-
-
-def predict(detector: BrightnessDetector, inputs: Sequence[Path], out: Path, **options: Any) -> list[Row]:
-    """Predict as the command does: the inputs are searched once, and what was found is judged."""
-    return folder.predict(detector, find_images(inputs, exclude=out), out, **options)
 
 
 def save(path: Path, level: int) -> Path:
@@ -177,7 +174,7 @@ def test_an_image_that_the_detector_refuses_does_not_take_its_batch_along(tmp_pa
             return results
 
     images = [save(tmp_path / f"{level}.png", level) for level in (10, 250, 20)]
-    judged = list(judge_all(Refusing(), images, batch=3))
+    judged = list(predictions(Refusing(), images, batch=3))
     assert [item.result if isinstance(item.result, str) else "ok" for item in judged] == [
         "ok",
         "the score is not a number",
@@ -342,9 +339,9 @@ FILL = """
 import resource, sys
 from pathlib import Path
 from mdps.runtime.errors import MdpsError
-from mdps.serving.rows import RowFile
+from mdps.runtime.atomic import LineFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # the system refuses byte 101, as a full disk does
-with RowFile(Path(sys.argv[1])) as file:
+with LineFile(Path(sys.argv[1])) as file:
     try:
         for _ in range(9):
             file.append("x" * 29 + "\\n")
@@ -365,4 +362,4 @@ def test_a_disk_that_fills_up_within_a_row_leaves_whole_rows_and_a_sentence(tmp_
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_one_sentence() -> None:
     with pytest.raises(MdpsError, match="No space left on device"):
-        RowFile(Path("/dev/full"), "header\n")
+        LineFile(Path("/dev/full"), "header\n")

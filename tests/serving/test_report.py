@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mdps.serving.folder import Row
 from mdps.serving.histogram import histogram
 from mdps.serving.report import MOST_PICTURES, MOST_ROWS, render, write_report
-from mdps.serving.rows import Row
 
 VOID = {"meta", "img", "rect", "line", "link", "br", "input"}
 
@@ -126,7 +126,7 @@ def test_rows_are_bounded_too() -> None:
 
 
 def test_a_name_of_bytes_that_are_no_text_is_shown_with_question_marks(tmp_path: Path) -> None:
-    path = write_report(tmp_path, "report.html", [Row("bad\udcff.png", verdict="error", error="bad\udcff.png")], {})
+    path = write_report(tmp_path, [Row("bad\udcff.png", verdict="error", error="bad\udcff.png")], {})
     assert "bad?.png" in path.read_text(encoding="utf-8")
 
 
@@ -137,7 +137,7 @@ def test_an_empty_run_gives_a_page() -> None:
 def test_the_written_report_embeds_the_overlays(tmp_path: Path) -> None:
     (tmp_path / "overlays").mkdir()
     Image.fromarray(np.zeros((64, 268, 3), np.uint8)).save(tmp_path / "overlays" / "a.b.png")
-    path = write_report(tmp_path, "report.html", [row("a.b", 0.5)], {"samples": "1"})
+    path = write_report(tmp_path, [row("a.b", 0.5)], {"samples": "1"})
     assert 'src="data:image/jpeg;base64,' in path.read_text(encoding="utf-8")
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["report.html"]
 

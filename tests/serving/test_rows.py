@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdps.serving.rows import TABLE_HEADER, Row, RowFile
+from mdps.runtime.atomic import LineFile
+from mdps.serving.folder import TABLE_HEADER, Row
 
 NAMES = [
     b"plain.png", "ü 日本 🔩.png".encode(), b"a,b.png", b'a"b.png', b'"quoted".png', b'""', b"a;b.png", b"a\tb.png",
@@ -84,7 +85,7 @@ def test_a_line_of_json_gives_the_name_back(name: bytes) -> None:
 @pytest.mark.parametrize("newline", ["", None])
 def test_the_table_is_utf8_and_gives_the_names_back(tmp_path: Path, newline: str | None) -> None:
     """Also where line ends are translated, as Python does without newline=""."""
-    with RowFile(tmp_path / "results.csv", TABLE_HEADER) as file:
+    with LineFile(tmp_path / "results.csv", TABLE_HEADER) as file:
         for name in NAMES:
             file.append(row(name).to_csv())
     with (tmp_path / "results.csv").open(encoding="utf-8", newline=newline) as text:

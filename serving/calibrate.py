@@ -1,0 +1,66 @@
+"""Calibrate a bundle on a folder of images of good parts."""
+
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from mdps.runtime import Calibration, LoadOptions, calibrate, load
+from mdps.runtime.atomic import writing
+from mdps.runtime.bundle import LoadFields
+from mdps.runtime.errors import ImageError
+from mdps.runtime.image_files import find_images, odd_pictures
+from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.preprocessing import Preprocessing
+
+
+def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
+    faults = []
+    for image in images:
+        try:
+            preprocessing(image)
+        except ImageError as error:
+            faults.append(str(error))
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ImageError(
+            f"{len(faults)} of {len(images)} images cannot be read, and a calibration uses all of them or none: "
+            f"{'; '.join(faults[:5])}{more}"
+        )
+
+
+def calibrate_folder(
+    bundle: Path,
+    good: Path,
+    false_alarm_rate: float,
+    options: LoadOptions | None = None,
+    **fields: Unpack[LoadFields],
+) -> Calibration:
+    """Calibrate the product that is asked for on all images of a folder, and store the result in the manifest.
+
+    `options` and `fields` are those of `load`; a bundle's early exit and calibration play no part.
+    That all files can be read and the manifest written is seen to before any of the computing.
+
+    Raises:
+        UsageError: wrong paths, a bundle that cannot be used.
+        ImageError: files that cannot be read, up to five by name: a calibration on fewer images than asked for would
+            be a silent one.
+        MdpsError: the manifest cannot be written.
+    """
+    asked = replace(options or LoadOptions(), **fields)
+    asked = replace(asked, early_exit=0.0, calibrated=False, warm_up=False)
+    images = find_images([good])
+    preprocessing = Manifest.read(bundle, verify=False).preprocessing
+    with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
+        pass  # where no other file can be made beside it, it cannot be replaced
+    _read_all(images, preprocessing)
+    with load(bundle, asked) as detector:
+        for sentence in odd_pictures(images, detector.preprocessing):
+            warnings.warn(sentence, stacklevel=2)
+        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
+    manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
+    with writing(bundle / FILE_NAME):
+        manifest.write(bundle)
+    return calibration
