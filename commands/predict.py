@@ -61,12 +61,9 @@ def predict(
     if not force:
         folder.refuse_results(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
-    with spoken_warnings():
-        detector = load(
-            bundle, build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch)})
-        )
+    asked = build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch)})
     printer = _RowPrinter(as_json)
-    with detector, spoken_warnings():
+    with spoken_warnings(), load(bundle, asked) as detector:
         rows = folder.predict(detector, inputs, out, batch=batch, force=force, on_row=printer)
         report_run(detector, bundle, rows, out)
     errors = [row for row in rows if row.verdict == "error"]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.bmp import with_palette
-from mdps.runtime.errors import ImageError, first_line, require
+from mdps.runtime.errors import ImageError, UsageError, first_line
 from mdps.runtime.image_files import open_file
 
 if TYPE_CHECKING:
@@ -61,16 +61,16 @@ def read_image(image: Any) -> "Image.Image":
     name = describe(image)
     if isinstance(image, np.ndarray):
         return _to_rgb(_from_array(image), name)
-    require(
-        not ImageFile.LOAD_TRUNCATED_IMAGES,
-        "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on in this program, so that half a picture would be judged as a whole "
-        "one: set it to False",
-    )
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        raise UsageError(
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on in this program, so that half a picture would be judged as a "
+            "whole one: set it to False"
+        )
     try:
         with _opened(image, name) as opened:
             _check_size(opened.size, name)
             _check_end(opened, name)
-            picture = with_palette(opened)
+            picture = with_palette(opened) if opened.format == "BMP" else opened
             rgb, turn = _to_rgb(picture, name), turn_of(picture)
     except ImageError:
         raise

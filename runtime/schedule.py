@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -122,6 +122,7 @@ class Step:
     again: bool = False
 
 
+@lru_cache(maxsize=16)  # asked for once an image, and there are as many as a bundle has passes
 def plan_steps(
     schedule: NoiseSchedule,
     time_index: Literal["paper", "reference"],

@@ -1,6 +1,7 @@
 """Every choice of the method as frozen dataclasses, and the two modes that fill them in."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from mdps.runtime.errors import require
@@ -81,7 +82,7 @@ class SamplerSettings(Record):
             wanted = "steps" if self.time_index == "paper" else "skip"
             require(given == wanted, f"the {self.time_index} time index takes {wanted}, not {given}")
 
-    @property
+    @cached_property
     def passes(self) -> tuple[PassSettings, ...]:
         """The passes in the order they run: one or two."""
         return (self.first_pass,) if self.masked_pass is None else (self.first_pass, self.masked_pass)

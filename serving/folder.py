@@ -27,7 +27,8 @@ from mdps.serving.overlay import HeatRange, heat_range, own_range, png, strip
 TABLE, REPORT = "results.csv", "report.html"
 _FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
 _LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class BatchDetector(Protocol):
