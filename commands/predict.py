@@ -59,7 +59,7 @@ def predict(
     from mdps.serving.report import report_run
 
     if not force:
-        folder.refuse_results(out)  # before a bundle is loaded in vain
+        folder.refuse_previous_run(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
     asked = build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch)})
     printer = _RowPrinter(as_json)

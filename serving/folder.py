@@ -136,12 +136,12 @@ def predict(
     for sentence in odd_pictures(images, detector.preprocessing):
         warnings.warn(sentence, stacklevel=2)
     if not force:
-        refuse_results(out)
+        refuse_previous_run(out)
     _refuse_inputs_in(out, images)
     _prepare(out)
     rows, heat = [], heat_range(detector.calibration)
     with (
-        LineFile(out / LINES, once_owned=lambda: _remove_results(out)) as lines,
+        LineFile(out / LINES, once_owned=lambda: _remove_previous_run(out)) as lines,
         LineFile(out / TABLE, TABLE_HEADER) as table,
     ):
         for found, name in zip(predictions(detector, images, batch), output_names(images), strict=True):
@@ -283,7 +283,7 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def refuse_results(out: Path) -> None:
+def refuse_previous_run(out: Path) -> None:
     """UsageError where `out` holds results of an earlier run, be it complete or not."""
     for name, nothing in ((LINES, 0), (TABLE, len(TABLE_HEADER)), (REPORT, 0)):
         with suppress(OSError):  # that there is none
@@ -307,7 +307,7 @@ def _same_drive(one: str, other: str) -> bool:
     return os.path.splitdrive(one)[0] == os.path.splitdrive(other)[0]
 
 
-def _remove_results(out: Path) -> None:
+def _remove_previous_run(out: Path) -> None:
     """Removes the report and the maps and pictures that `results.jsonl` lists, and nothing else.
 
     Raises:
