@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class BatchDetector(Protocol):
-    """What `predictions` needs of a detector."""
+    """A detector of batches, which is all that `predictions` needs."""
 
     def batch(self, images: Sequence[Image.Image]) -> list[Result]:
         """Judge images; the result of each does not depend on the others."""
 
 
 class FolderDetector(BatchDetector, Protocol):
-    """What `predict` needs of a detector."""
+    """A detector whose preprocessing and calibration are known, as `predict` needs them."""
 
     @property
     def preprocessing(self) -> Preprocessing:
