@@ -192,7 +192,7 @@ def test_under_1200_mb_of_addresses_each_command_refuses_within_seconds(
 
 _JUDGE = r"""
 import json, re, sys, numpy
-import mdps.serving.run
+import mdps.serving.calibrate, mdps.serving.report
 from pathlib import Path
 from mdps.runtime import load
 from mdps.runtime.host_memory import bundle_need
