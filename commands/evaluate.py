@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mdps.commands.fields import fields
-from mdps.commands.options import (
-    AS_JSON,
-    BUNDLE,
-    CATEGORIES,
-    DATASET,
-    EVERY,
-    RESOLUTION,
-    TRACEBACK,
-    largest_side,
-)
+from mdps.commands.options import AS_JSON, BUNDLE, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
 from mdps.commands.terminal import SOME_FAILED, needs, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build

@@ -6,11 +6,7 @@ from typing import Any
 import click
 
 from mdps.commands.fields import fields
-from mdps.commands.options import (
-    AS_JSON,
-    BUNDLE,
-    TRACEBACK,
-)
+from mdps.commands.options import AS_JSON, BUNDLE, TRACEBACK
 from mdps.commands.terminal import SOME_FAILED, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build

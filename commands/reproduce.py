@@ -8,15 +8,7 @@ import click
 
 from mdps.benchmarks.options import ReproduceOptions
 from mdps.commands.fields import fields
-from mdps.commands.options import (
-    AS_JSON,
-    CATEGORIES,
-    DATASET,
-    EVERY,
-    RESOLUTION,
-    TRACEBACK,
-    largest_side,
-)
+from mdps.commands.options import AS_JSON, CATEGORIES, DATASET, EVERY, RESOLUTION, TRACEBACK, largest_side
 from mdps.commands.study import detector_settings, own_options
 from mdps.commands.terminal import needs, say, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
