@@ -152,7 +152,7 @@ def test_an_unknown_output_a_wrong_thread_count_and_a_closed_session_are_named(b
     with pytest.raises(BackendError, match="was closed"):
         session.run({name: array for name, array in feeds(1).items() if name != "guidance_scale"})
     with pytest.raises(UsageError, match="at least 1"):
-        MnnSession(bundle / "plain_step.mnn", 0)
+        open_session(bundle / "plain_step.mnn", "mnn", 0)
 
 
 def test_a_damaged_file_is_a_sentence(bundle: Path, tmp_path: Path) -> None:

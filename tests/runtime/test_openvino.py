@@ -115,7 +115,7 @@ def test_an_unknown_output_and_a_wrong_thread_count_are_named(graph: Path) -> No
     with pytest.raises(BackendError, match="no output 'q'; it gives y, xs, same"):
         OpenVinoSession(graph).run(feeds(), ["q"])
     with pytest.raises(UsageError, match="at least 1"):
-        OpenVinoSession(graph, 0)
+        open_session(graph, "openvino", 0)
     assert OpenVinoSession(graph).threads == available_cpus()
 
 
