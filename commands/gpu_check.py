@@ -2,14 +2,18 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mdps.commands.options import AS_JSON, THREADS, TRACEBACK
 from mdps.commands.terminal import SOME_FAILED
+
+if TYPE_CHECKING:
+    from mdps.benchmarks.gpu_check.rows import Row
 
 
 def _among(*known: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -91,7 +95,6 @@ def gpu_check(
     """
     from mdps.benchmarks.gpu_check import items, report, run
     from mdps.runtime import cards
-    from mdps.runtime.errors import BackendError
     from mdps.runtime.threads import available_cpus
 
     threads = threads or available_cpus()
@@ -99,25 +102,17 @@ def gpu_check(
     choice = items.Choice(networks, precisions, (1, samples), threads=threads, matrix_side=matrix_side)
     options = ["--steps", str(steps), "--samples", f"1,{samples}", "--max-batch", str(samples)]
     options += ["--authors-size", str(authors_size)]
-    skipped, card = [], None
     if cpu:
-        try:
-            cards.choose(device)
-            reason = "--cpu was given"
-        except BackendError as error:
-            reason = str(error)
-        wanted = items.on_processor(prepared, choice)
-        skipped = run.skip_all(items.on_card(prepared, choice), reason)
+        card, wanted = None, items.on_processor(prepared, choice)
+        skipped = run.skip_all(items.on_card(prepared, choice), _why_no_card(device))
     else:
-        chosen = cards.choose(device)
-        if chosen.uuid:
-            card = chosen.uuid
-            os.environ["CUDA_VISIBLE_DEVICES"] = chosen.uuid  # of all processes that are started here
-            options += ["--compute-capability", chosen.compute_capability]
-        wanted = items.on_card(prepared, choice)
+        card, wanted, skipped = cards.choose(device), items.on_card(prepared, choice), []
+    if card and card.uuid:
+        os.environ["CUDA_VISIBLE_DEVICES"] = card.uuid  # of all processes that are started here
+        options += ["--compute-capability", card.compute_capability]
     say = partial(click.echo, err=True)
     machine = report.machine_facts() | {"steps": steps, "threads": threads, "minutes": minutes}
-    doer = run.Workshop(prepared, rounds, threads, card, tuple(options))
+    doer = run.Workshop(prepared, rounds, threads, (card and card.uuid) or None, tuple(options))
     rows = run.run_check(
         wanted, run.Minutes(minutes * 60), doer,
         lambda found: report.write_report([*found, *skipped], machine, out, finished=False), say,
@@ -126,6 +121,22 @@ def gpu_check(
     report.write_report(rows, machine, out, finished=True)
     click.echo(json.dumps(report.to_json(rows, machine, True)) if as_json else report.markdown(rows, machine).rstrip())
     say(f"see {out / 'gpu_check.md'}")
+    return _exit_code(rows)
+
+
+def _why_no_card(device: str | None) -> str:
+    """Return the reason for which a run on the processor tries no card."""
+    from mdps.runtime import cards
+    from mdps.runtime.errors import BackendError
+
+    try:
+        cards.choose(device)
+    except BackendError as error:
+        return str(error)
+    return "--cpu was given"
+
+
+def _exit_code(rows: "Sequence[Row]") -> int:
     if any(row.state == "failed" or row.agrees is False for row in rows):
         return SOME_FAILED
     return 0 if any(row.agrees for row in rows) else 1
