@@ -1,1 +1,201 @@
-"""The paper's tables and ablations over whatever data is present: `mdps reproduce`, see `run`."""
+"""One table of the paper over whatever categories are present."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mdps.benchmarks.ablation import Difference, compare, differences_table
+from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.options import ReproduceOptions
+from mdps.benchmarks.peers import PEERS
+from mdps.benchmarks.reproduce.bundles import Bundles, plain
+from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
+from mdps.benchmarks.reproduce.outcomes import Outcome
+from mdps.benchmarks.reproduce.paper import method_label, paper_table
+from mdps.benchmarks.reproduce.plots import plot
+from mdps.benchmarks.reproduce.report import measured_table, published_table
+from mdps.benchmarks.reproduce.rows import Row, averages, published_rows
+from mdps.benchmarks.reproduce.runner import Runner
+from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, TABLES, Variant, variants
+from mdps.runtime.atomic import write_bytes, write_text
+from mdps.runtime.errors import UsageError, require
+
+FIGURES = {
+    "ablation": "Ablation of guidance, mask, metric and number of samples (the paper's figure prints no numbers)",
+    "rho": "Guidance scale rho (the paper shows pictures, no numbers)",
+}
+
+
+def _variants(options: ReproduceOptions) -> tuple[Variant, ...]:
+    """Return the rows that our sampler makes; UsageError for an unknown table."""
+    require(options.table in TABLES, f"there is no table {options.table!r}; there are {', '.join(TABLES)}")
+    for name in options.peers:
+        require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    samples = SAMPLES.get(options.table, (1,)) if options.samples is None else options.samples
+    methods = OWN_METHODS.get(options.table, ()) if options.methods is None else options.methods
+    return variants(options.table, samples, methods, options.scales)
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """Rows of a table, measured and published, the differences of the ablation, and what was asked for."""
+
+    table: str
+    caption: str
+    rows: tuple[Row, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """The rows that were measured here."""
+        return tuple(row for row in self.rows if row.kind == "measured")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "table": self.table,
+            "caption": self.caption,
+            "settings": self.settings,
+            "rows": [row.to_json() for row in self.rows],
+            "differences": [one.to_json() for one in self.differences],
+            "notes": list(self.notes),
+        }
+
+    def markdown(self) -> str:
+        """The tables for people."""
+        heading = f"# {'Table ' if self.table.isdigit() else ''}{self.table}: {self.caption}"
+        parts = [heading, *(f"`{self.settings['command']}`" for _ in [0] if self.settings["command"])]
+        parts.append(measured_table(self.rows, timed=self.table == "3"))
+        if self.differences:
+            parts += ["## Differences on the same images", differences_table(list(self.differences))]
+        if len(self.measured) < len(self.rows):
+            parts += ["## Published, not measured here", published_table(self.rows)]
+        parts += [*self.notes, *_provenance_lines(self.measured)]
+        return "\n\n".join(parts) + "\n"
+
+
+def reproduce(
+    dataset: Path, ckpt: Path, out: Path, options: ReproduceOptions, say: Callable[[str], None] = lambda _: None
+) -> Reproduction:
+    """Measures a table on the categories in `dataset` and writes reproduce.json, .md and .png into `out`.
+
+    `ckpt` is one checkpoint or a folder with one a category. A run that was stopped goes on where it was: what `out`
+    holds already is not computed again. Raises UsageError for what is asked wrongly, and as an export.
+    """
+    wanted = _variants(options)
+    categories = _chosen(find_categories(dataset), options.categories)
+    job = _Job(options, wanted, _runner(out, options, say))
+    rows = [row for category in categories for row in job.rows(category, checkpoint_of(ckpt, category.name))]
+    require(bool(rows), f"{ckpt} has no checkpoint for {', '.join(category.name for category in categories)}")
+    found = job.finished(rows, [category.name for category in categories])
+    write_text(out / "reproduce.json", json.dumps(found.to_json(), indent=1) + "\n")
+    write_text(out / "reproduce.md", found.markdown())
+    write_bytes(out / "reproduce.png", plot(found.table, found.measured))
+    return found
+
+
+def _runner(out: Path, options: ReproduceOptions, say: Callable[[str], None]) -> Runner:
+    out.mkdir(parents=True, exist_ok=True)
+    return Runner(
+        work=out,
+        bundles=Bundles(out / "bundles", options.choices, say),
+        every=options.every,
+        largest=options.largest,
+        engine=options.engine,
+        threads=options.threads,
+        batch=options.batch,
+        say=say,
+    )
+
+
+def _chosen(categories: Sequence[Category], names: Sequence[str]) -> list[Category]:
+    known = {category.name: category for category in categories}
+    for name in names:
+        require(name in known, f"the data set has no category {name!r}; it has {', '.join(known)}")
+    return [known[name] for name in names] if names else list(categories)
+
+
+class _Job:
+    """Collects rows, differences and the reasons why something is missing."""
+
+    def __init__(self, options: ReproduceOptions, wanted: Sequence[Variant], runner: Runner) -> None:
+        self._options, self._wanted, self._runner = options, wanted, runner
+        self._paper = paper_table(options.table)
+        self._differences: list[Difference] = []
+        self._reasons: dict[str, str] = {}
+        self._notes: list[str] = []
+
+    def rows(self, category: Category, checkpoint: Path | None) -> Iterator[Row]:
+        """Every method on one category; nothing where it has no checkpoint."""
+        if checkpoint is None:
+            self._notes.append(f"{category.name}: no checkpoint of that name")
+            return
+        outcomes: dict[str, Outcome] = {}
+        for variant in self._wanted:
+            outcomes[variant.method] = self._runner.run(variant, category, checkpoint)
+            yield self._row(category.name, variant.method, variant.label, outcomes[variant.method])
+        for peer in self._options.peers:
+            yield from self._peer(peer, category, checkpoint)
+        if self._options.table == "ablation":
+            self._differences += compare(category.name, outcomes)
+
+    def finished(self, rows: list[Row], names: list[str]) -> Reproduction:
+        """All rows with their means and the published ones."""
+        paper = self._paper
+        rows = [*rows, *averages(rows, paper)]
+        published = [] if paper is None else published_rows(paper, names, rows, self._reasons)
+        settings = {key: value for key, value in plain(self._options).items() if value is not None}
+        return Reproduction(
+            table=self._options.table,
+            caption=FIGURES[self._options.table] if paper is None else paper.caption,
+            rows=(*rows, *published),
+            differences=tuple(self._differences),
+            notes=tuple(dict.fromkeys(self._notes)),
+            settings=settings,
+        )
+
+    def _peer(self, name: str, category: Category, checkpoint: Path) -> Iterator[Row]:
+        options = self._options
+        size = self._runner.network_size(category, checkpoint)
+        fit = {"minutes": options.peer_minutes, "textures": options.textures, "device": options.device}
+        for shared in ("seed", "backbone", "backbone_weights"):  # the same features where both take some
+            if options.choices.get(shared) is not None:
+                fit[shared] = options.choices[shared]
+        try:
+            outcome = self._runner.run_peer(name, category, size, fit)
+        except UsageError as error:  # it lacks something here: anomalib, a folder, a larger image
+            self._reasons[name] = str(error)
+            self._notes.append(f"{method_label(name)} did not run on {category.name}: {error}")
+            return
+        yield self._row(category.name, name, PEERS[name].title, outcome)
+
+    def _row(self, category: str, method: str, label: str, outcome: Outcome) -> Row:
+        paper = self._paper
+        row = None if paper is None else paper.category(category)
+        return Row(
+            category=category,
+            method=method,
+            label=label,
+            kind="measured",
+            images=outcome.images,
+            metrics=outcome.metrics,
+            intervals=outcome.intervals(),
+            paper={} if paper is None or row is None else paper.published(row, method),
+            problems=outcome.problems,
+            provenance=outcome.provenance,
+        )
+
+
+def _provenance_lines(rows: Sequence[Row]) -> list[str]:
+    """The checkpoints behind the rows, once each, and what a reader must know of them."""
+    hashes: dict[str, str] = {}
+    for row in rows:
+        checkpoint = row.provenance.get("checkpoint")
+        if isinstance(checkpoint, Mapping):
+            hashes[row.category] = f"{row.category}: checkpoint {checkpoint['name']}, sha256 {checkpoint['sha256']}"
+    problems = dict.fromkeys(f"- {row.category}, {problem}" for row in rows for problem in row.problems)
+    return ["  \n".join(hashes.values()), "\n".join(problems)] if problems else ["  \n".join(hashes.values())]
