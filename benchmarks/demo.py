@@ -1,17 +1,17 @@
 """The demo: the checkpoint that ships with mdps, exported, calibrated, and shown photographs with defects put in."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mdps.benchmarks.data.textures import Sample, TextureSet
+from mdps.benchmarks.kit import Fields, Say, quiet
 from mdps.benchmarks.metrics import auroc, pixel_auroc
-from mdps.benchmarks.textures import Sample, TextureSet
 from mdps.export import ExportOptions, export_bundle
 from mdps.runtime import load
 from mdps.runtime.atomic import is_temporary, new_folder, writing
@@ -30,8 +30,8 @@ _BUNDLE, _GOOD, _TEST = "bundle", "calibration", "images"
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What the demo measured: AUROC over images and over pixels, the median ms from file to verdict, and the report."""
+class DemoResult(Fields):
+    """Results of the demo: AUROC over images and over pixels, the median ms from file to verdict, and the report."""
 
     image_auroc: float
     pixel_auroc: float
@@ -39,12 +39,8 @@ class DemoResult:
     images: int
     report: str
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return asdict(self)
 
-
-def run_demo(out: Path, *, threads: int | None = None, say: Callable[[str], None] = lambda text: None) -> DemoResult:
+def run_demo(out: Path, *, threads: int | None = None, say: Say = quiet) -> DemoResult:
     """Runs all of it in the folder `out`, which then holds the bundle, the images, the results and `report.html`.
 
     Raises:

@@ -193,3 +193,26 @@ class PeerOptions:
         )
         for name, path in (("textures", self.textures), ("imagenette", self.imagenette)):
             require(path is None or path.is_dir(), f"{path} is no folder: give {name} a folder of pictures")
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Extent of a check: at most `minutes`; prepared things lie in `work`, or in `work` below the results.
+
+    `device` is a card as in `find`; with `cpu` the engines of the processor are checked. `samples` (N_s) is measured
+    besides 1, `steps` of each pass, each engine at most `rounds` times. `matrix_side` is of the rates' products,
+    `authors_size` the side of that network's images.
+    """
+
+    minutes: float = 6.0
+    work: Path | None = None
+    device: str | None = None
+    cpu: bool = False
+    networks: tuple[str, ...] = ("demo", "authors")
+    precisions: tuple[str, ...] = ("fp32", "fp16")
+    samples: int = 16
+    steps: int = 10
+    rounds: int = 200
+    matrix_side: int = 8192
+    authors_size: int = 256
+    threads: int | None = None

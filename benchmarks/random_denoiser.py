@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mdps.benchmarks.script import exit_code
+from mdps.benchmarks.kit import exit_code
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.errors import UsageError

@@ -34,7 +34,7 @@ def bench(bundle: Path, out: Path | None, as_json: bool, settings: dict[str, Any
     Prints a table, or with --json a list of rows; who cannot run here is named with the reason. Exit code 1 where
     nobody could. Leave the machine alone meanwhile.
     """
-    from mdps.benchmarks.bench.report import markdown, write_report
+    from mdps.benchmarks.bench.report import markdown, write
     from mdps.benchmarks.bench.run import run_bench
 
     if out is not None:
@@ -42,6 +42,6 @@ def bench(bundle: Path, out: Path | None, as_json: bool, settings: dict[str, Any
             import matplotlib  # noqa: F401 - before an hour of measuring, not after it
     result = run_bench(bundle, BenchOptions(**choices, **settings), say=say)
     if out is not None:
-        write_report(result, out)
+        write(result, out)
     click.echo(json.dumps([row.to_json() for row in result.rows]) if as_json else markdown(result).rstrip())
     return 0 if any(row.median_ms is not None for row in result.rows) else 1

@@ -16,7 +16,7 @@ from mdps.runtime.option import build
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mdps.benchmarks.datasets import Category
+    from mdps.benchmarks.data.samples import Category
     from mdps.runtime.settings import Settings
 
 
@@ -65,8 +65,8 @@ def evaluate(
     """
     with needs("bench", "cpu"):
         from mdps.benchmarks.evaluate import evaluate as measure
-        from mdps.benchmarks.evaluation_report import check_folder, markdown, to_json, write_summary
-        from mdps.benchmarks.judges import BundleJudge
+        from mdps.benchmarks.evaluate.bundle import BundlePredictor
+        from mdps.benchmarks.evaluate.report import check_folder, markdown, to_json, write_summary
         from mdps.commands.messages import mention_plans
     chosen = chosen_categories(dataset, categories)
     if out is not None:
@@ -74,9 +74,9 @@ def evaluate(
     many, largest = len(chosen) > 1, largest_side(resolution)
     mention_plans(bundle)
     asked = build(LoadOptions, options)
-    with spoken_warnings(), BundleJudge(bundle, asked, changes=_mask_range(mask_range), batch=batch) as judge:
+    with spoken_warnings(), BundlePredictor(bundle, asked, changes=_mask_range(mask_range), batch=batch) as predictor:
         found = [
-            measure(judge, one, out=out and (out / one.name if many else out), largest=largest, every=every)
+            measure(predictor, one, out=out and (out / one.name if many else out), largest=largest, every=every)
             for one in chosen
         ]
     if out is not None and many:
@@ -92,7 +92,7 @@ def evaluate(
 
 def chosen_categories(dataset: Path, names: tuple[str, ...]) -> "tuple[Category, ...]":
     """Return the categories of a data set that have test images, or those of `names`; UsageError for none."""
-    from mdps.benchmarks.datasets import find_categories
+    from mdps.benchmarks.data import find_categories
     from mdps.runtime.errors import UsageError
 
     found = {one.name: one for one in find_categories(dataset)}

@@ -1,19 +1,14 @@
 """`mdps gpu-check`: parses, calls, prints."""
 
 import json
-import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from mdps.commands.options import AS_JSON, THREADS, TRACEBACK
-from mdps.commands.terminal import SOME_FAILED
-
-if TYPE_CHECKING:
-    from mdps.benchmarks.gpu_check.rows import Row
+from mdps.commands.terminal import SOME_FAILED, say
 
 
 def _among(*known: str) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -72,71 +67,20 @@ Exit code: 0 all that ran agrees with the oracle, 3 something disagrees, crashed
 @THREADS
 @AS_JSON
 @TRACEBACK
-def gpu_check(
-    minutes: float,
-    out: Path,
-    work: Path | None,
-    device: str | None,
-    cpu: bool,
-    networks: tuple[str, ...],
-    precisions: tuple[str, ...],
-    samples: int,
-    steps: int,
-    rounds: int,
-    matrix_side: int,
-    authors_size: int,
-    threads: int | None,
-    as_json: bool,
-) -> int:
+def gpu_check(out: Path, as_json: bool, **options: Any) -> int:
     """Try every engine on this machine's card: parity with the torch oracle, latency, rate, memory.
 
     One command for a machine with an NVIDIA card. Every piece runs in a process of its own, the most valuable first;
     what does not load is named with the reason, and so is what does not fit into the minutes.
     """
-    from mdps.benchmarks.gpu_check import items, report, run
-    from mdps.runtime import cards
-    from mdps.runtime.threads import available_cpus
+    from mdps.benchmarks.gpu_check import check
+    from mdps.benchmarks.gpu_check.report import markdown, to_json
+    from mdps.benchmarks.options import CheckOptions
 
-    threads = threads or available_cpus()
-    prepared = run.folder_of(out, work)
-    choice = items.Choice(networks, precisions, (1, samples), threads=threads, matrix_side=matrix_side)
-    options = ["--steps", str(steps), "--samples", f"1,{samples}", "--max-batch", str(samples)]
-    options += ["--authors-size", str(authors_size)]
-    if cpu:
-        card, wanted = None, items.on_processor(prepared, choice)
-        skipped = run.skip_all(items.on_card(prepared, choice), _why_no_card(device))
-    else:
-        card, wanted, skipped = cards.choose(device), items.on_card(prepared, choice), []
-    if card and card.uuid:
-        os.environ["CUDA_VISIBLE_DEVICES"] = card.uuid  # of all processes that are started here
-        options += ["--compute-capability", card.compute_capability]
-    say = partial(click.echo, err=True)
-    machine = report.machine_facts() | {"steps": steps, "threads": threads, "minutes": minutes}
-    doer = run.Workshop(prepared, rounds, threads, (card and card.uuid) or None, tuple(options))
-    rows = run.run_check(
-        wanted, run.Minutes(minutes * 60), doer,
-        lambda found: report.write_report([*found, *skipped], machine, out, finished=False), say,
-    )  # fmt: skip
-    rows += skipped
-    report.write_report(rows, machine, out, finished=True)
-    click.echo(json.dumps(report.to_json(rows, machine, True)) if as_json else report.markdown(rows, machine).rstrip())
+    found = check(out, CheckOptions(**options), say)
+    rows, machine = found.rows, found.machine
+    click.echo(json.dumps(to_json(rows, machine, True)) if as_json else markdown(rows, machine).rstrip())
     say(f"see {out / 'gpu_check.md'}")
-    return _exit_code(rows)
-
-
-def _why_no_card(device: str | None) -> str:
-    """Return the reason for which a run on the processor tries no card."""
-    from mdps.runtime import cards
-    from mdps.runtime.errors import BackendError
-
-    try:
-        cards.choose(device)
-    except BackendError as error:
-        return str(error)
-    return "--cpu was given"
-
-
-def _exit_code(rows: "Sequence[Row]") -> int:
     if any(row.state == "failed" or row.agrees is False for row in rows):
         return SOME_FAILED
     return 0 if any(row.agrees for row in rows) else 1

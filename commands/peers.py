@@ -60,8 +60,8 @@ def peers(
     with needs("peers"):
         import anomalib  # noqa: F401 - before anything is read
 
-        from mdps.benchmarks.evaluation_report import check_folder
-        from mdps.benchmarks.peers.compare import compare, markdown
+        from mdps.benchmarks.evaluate.report import check_folder
+        from mdps.benchmarks.peers.predict import compare, markdown
         from mdps.commands.evaluate import chosen_categories
     chosen = chosen_categories(dataset, categories)
     check_folder(out)

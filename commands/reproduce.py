@@ -49,7 +49,7 @@ def reproduce(
     Writes reproduce.json, reproduce.md, reproduce.png and a report of every run into --out.
     """
     with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.reproduce.run import reproduce as measure
+        from mdps.benchmarks.reproduce import reproduce as measure
     asked = own_options(ReproduceOptions, options, table=table, largest=largest_side(resolution))
     out = out or Path(f"reproduce-{table}")
     with spoken_warnings():

@@ -58,11 +58,10 @@ def sweep(
     if (confirm is None) != (confirm_ckpt is None):
         raise click.UsageError("--confirm and --confirm-ckpt belong together: give both, or none")
     with needs("export", "bench", "cpu"):
-        from mdps.benchmarks.sweep import run_sweep
-        from mdps.benchmarks.sweep_report import markdown, to_json
+        from mdps.benchmarks.study.sweep import markdown, run_sweep
     asked = own_options(SweepOptions, options, largest=largest_side(resolution))
     second = None if confirm is None or confirm_ckpt is None else (confirm, confirm_ckpt)
     with spoken_warnings():
         found = run_sweep(ckpt, dataset, out, asked, second, say=say)
     say(f"wrote {out / 'sweep.md'}")
-    click.echo(json.dumps(to_json(found)) if as_json else markdown(found).rstrip())
+    click.echo(json.dumps(found.to_json()) if as_json else markdown(found).rstrip())

@@ -44,8 +44,8 @@ def trade(
     steps and at equal time, with paired intervals. Writes trade.json, trade.md and trade.png into --out.
     """
     with needs("export", "bench", "cpu"):
+        from mdps.benchmarks.trade import trade as measure
         from mdps.benchmarks.trade.report import markdown
-        from mdps.benchmarks.trade.study import trade as measure
         from mdps.commands.evaluate import chosen_categories
     found = chosen_categories(dataset, (category,) if category else ())
     if len(found) > 1:

@@ -98,7 +98,7 @@ def _training_images(folder: Path, say: Callable[[str], object]) -> tuple[Path |
     parts = [folder, *(sub for sub in folder.iterdir() if sub.is_dir())] if folder.is_dir() else []
     if not any((part / inner).is_dir() for part in parts for inner in ("train", "Data")):
         return folder, "plain"
-    from mdps.benchmarks.datasets import find_categories
+    from mdps.benchmarks.data import find_categories
 
     found = find_categories(folder)
     if len(found) > 1:

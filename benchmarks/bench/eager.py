@@ -14,11 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdps.benchmarks.bench.competitor import Outcome
-from mdps.benchmarks.bench.picture import observation
-from mdps.benchmarks.bench.remade import known_of
-from mdps.benchmarks.bench.spec import SkippedError, Spec
-from mdps.benchmarks.bench.timer import Timer, torch_timer
+from mdps.benchmarks.bench import Outcome, SkippedError, Spec, Timer, observation, torch_timer
+from mdps.benchmarks.bench.reexport import known_of
 from mdps.models import oracle as oracles
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, load_denoiser
@@ -169,7 +166,7 @@ def _compiled(network: Network) -> Network:
 
 
 def _noise(bank: NoiseBank, settings: Settings, manifest: Manifest, index: int, samples: int) -> list[Tensor]:
-    """What the runtime draws in this pass: the first, then one a step, each [N_s, 3, H, W]."""
+    """The noise of this pass as the runtime draws it: the first, then one a step, each [N_s, 3, H, W]."""
     sampler = settings.sampler
     _, steps = plan_steps(manifest.schedule, sampler.time_index, sampler.passes[index], sampler.eta_ddim)
     draws = [bank.draw(index, step, samples) for step in (INITIAL, *range(len(steps)))]

@@ -1,4 +1,4 @@
-"""What a user would run instead: detectors of anomalib with random weights, which cost what trained ones cost."""
+"""Detectors of anomalib that a user might run instead, with random weights, which cost what trained ones cost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdps.benchmarks.bench.competitor import Outcome
-from mdps.benchmarks.bench.memory import forget_peak
-from mdps.benchmarks.bench.picture import observation
-from mdps.benchmarks.bench.spec import SkippedError, Spec
-from mdps.benchmarks.bench.timer import Timer, torch_timer
+from mdps.benchmarks.bench import Outcome, SkippedError, Spec, Timer, forget_peak, observation, torch_timer
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
 

@@ -1,4 +1,4 @@
-"""The bundle's checkpoint exported anew: as another published detector, or for images of another size."""
+"""The bundle's checkpoint exported anew: as another detector, for another size of image, or as one file; each once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from mdps.runtime.settings import Settings
 
 
 @dataclass(frozen=True)
-class Remaker:
+class Reexporter:
     """Exports into `folder` what `manifest` was made from. Methods raise as `export_bundle`, UsageError without ckpt.
 
     `backbone_weights` as at the bundle's own export.

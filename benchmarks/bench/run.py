@@ -7,15 +7,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from mdps.benchmarks.bench.machine import machine_facts
-from mdps.benchmarks.bench.rate import forward_flop
-from mdps.benchmarks.bench.rounds import Measurement, Say, measure
-from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, baseline, matrix_rate
-from mdps.benchmarks.bench.spec import SkippedError, Spec
-from mdps.benchmarks.bench.variations import Variations
+from mdps.benchmarks.bench import SkippedError, Spec, missing
+from mdps.benchmarks.bench.local import forward_flop
+from mdps.benchmarks.bench.report import Bench, Cost, Row, Yardstick, baseline, matrix_rate
+from mdps.benchmarks.bench.rounds import Measurement, measure
+from mdps.benchmarks.kit import Say, measured_with, quiet
 from mdps.runtime.cards import cards, find
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine
-from mdps.runtime.errors import UsageError, require
+from mdps.runtime.errors import MdpsError, UsageError, require
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.option import Option
 from mdps.runtime.threads import available_cpus
@@ -115,15 +114,44 @@ def _of_plans() -> list[str]:
     return [engine.name for engine in ENGINES if engine.reads == "plans"]
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Rows, and the machine and bundle they were measured with."""
+class Variations:
+    """Kept in `folder`. Imports torch when the first one is asked for."""
 
-    rows: list[Row]
-    machine: dict[str, Any]
+    def __init__(self, manifest: Manifest, ckpt: Path | None, weights: Path | None, folder: Path, say: Say) -> None:
+        self._manifest, self._ckpt, self._weights, self._folder, self._say = manifest, ckpt, weights, folder, say
+        self._made: dict[str | int | Path, Path | SkippedError] = {}
+
+    def bundle(self, what: str | int) -> Path:
+        """The bundle of a method by its name, or at a side of the image; SkippedError says why there is none."""
+        return self._kept(what)
+
+    def one_file(self, bundle: Path) -> Path:
+        """That calibrated bundle as one ONNX file; SkippedError says why there is none."""
+        return self._kept(bundle)
+
+    def _kept(self, what: str | int | Path) -> Path:
+        if what not in self._made:
+            self._made[what] = self._make(what)
+        found = self._made[what]
+        if isinstance(found, SkippedError):
+            raise found
+        return found
+
+    def _make(self, what: str | int | Path) -> Path | SkippedError:
+        try:
+            from mdps.benchmarks.bench.reexport import Reexporter
+
+            reexporter = Reexporter(self._manifest, self._ckpt, self._weights, self._folder, self._say)
+            if isinstance(what, Path):
+                return reexporter.one_file(what)
+            return reexporter.method(what) if isinstance(what, str) else reexporter.size(what)
+        except MdpsError as error:
+            return SkippedError(str(error))
+        except ModuleNotFoundError as error:
+            return SkippedError(missing(error, "torch"))
 
 
-def run_bench(bundle: Path, options: BenchOptions, say: Say = lambda text: None) -> Bench:
+def run_bench(bundle: Path, options: BenchOptions, say: Say = quiet) -> Bench:
     """Measures everything; a competitor that cannot run is a row with the reason. UsageError, BundleError."""
     manifest = Manifest.read(bundle)
     ckpt = find_checkpoint(bundle, manifest, options.ckpt)
@@ -138,7 +166,7 @@ def _run(
     rate, *specs = _specs(bundle, options, ckpt)
     methods, absent = _methods(rate, options, variations)
     files, no_file = _one_file(rate, options, variations)
-    machine = machine_facts(manifest)
+    machine = measured_with(manifest)
     first, *others = _measure([rate, *specs, *files, *methods], options, say)
     ours, samples = baseline(others), manifest.settings.sampler.samples
     yardstick = Yardstick(

@@ -9,14 +9,34 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, TextIO
 
-from mdps.benchmarks.bench.competitor import Competitor, missing, open_competitor
-from mdps.benchmarks.bench.memory import peak_mb
-from mdps.benchmarks.bench.spec import SkippedError, Spec
+from mdps.benchmarks.bench import Competitor, SkippedError, Spec, missing, peak_mb
 from mdps.runtime.errors import MdpsError, first_line
 
 Answer = dict[str, Any]
+
+
+# Each imports the libraries of its kind and no others.
+COMPETITORS = {
+    "ours": "mdps.benchmarks.bench.local:Ours",
+    "method": "mdps.benchmarks.bench.local:Ours",
+    "file": "mdps.benchmarks.bench.local:OneFile",
+    "rate": "mdps.benchmarks.bench.local:MatrixRate",
+    "torch": "mdps.benchmarks.bench.eager:Eager",
+    "peer": "mdps.benchmarks.bench.peers:open_peer",
+    "checked": "mdps.benchmarks.gpu_check.checked:Checked",
+}
+
+
+def open_competitor(spec: Spec) -> Competitor:
+    """Load the competitor of a kind. Raises SkippedError with the reason, or MdpsError."""
+    if spec.kind == "peer":
+        import_module("anomalib")  # where it is missing, that is known before torch is loaded
+    module, _, name = COMPETITORS[spec.kind].partition(":")
+    opened: Competitor = getattr(import_module(module), name)(spec)
+    return opened
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""One category of a data set: its images and their ground truth.
+"""One category of a data set: its images and their ground truth, which may be brought to the grid of a map.
 
 A mask belongs to the image of the same stem, with or without `_mask` (or `_mask_1`, `_mask_2`, ..) behind it and in any
 image format; a folder named like the stem holds several. All masks of an image are united. A pixel is defective where
@@ -22,6 +22,8 @@ from mdps.runtime.image_files import open_file
 from mdps.runtime.pictures import turn_of
 
 T = TypeVar("T")
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
 _LOSSY = frozenset({".jpg", ".jpeg"})
 _LOSSY_LEVEL = 127
 
@@ -127,3 +129,29 @@ def _opened(path: Path, read: Callable[[Image.Image], T]) -> T:
 
 def _size(marked: NDArray[np.bool_]) -> str:
     return f"{marked.shape[1]} x {marked.shape[0]}"
+
+
+def truth_in_box(truth: NDArray[np.bool_], box: Box, largest: int | None) -> NDArray[np.bool_]:
+    """The part `box` of `truth` [H, W], its longer side reduced to at most `largest` (None: never).
+
+    Reduced by averaging (Pillow's box filter); a pixel is defective where at least half of what it covers is.
+    """
+    width, height = max(1, round(box[2] - box[0])), max(1, round(box[3] - box[1]))
+    if largest is not None and max(width, height) > largest:
+        share = largest / max(width, height)
+        width, height = max(1, round(width * share)), max(1, round(height * share))
+    return share_in_box(truth, box, (width, height)) >= 0.5
+
+
+def share_in_box(truth: NDArray[np.bool_], box: Box, size: tuple[int, int]) -> NDArray[np.float32]:
+    """Share of defective pixels float32 [H, W] in each cell when `box` of `truth` is resized to `size` (W, H)."""
+    picture = Image.fromarray(truth.astype(np.float32))
+    return np.asarray(picture.resize(size, Image.Resampling.BOX, box=box))
+
+
+def enlarged(anomaly_map: NDArray[np.float32], shape: tuple[int, int]) -> NDArray[np.float32]:
+    """`anomaly_map` [h, w] resized to `shape` (H, W), bilinear with half-pixel centres."""
+    if anomaly_map.shape == shape:
+        return anomaly_map
+    picture = Image.fromarray(np.ascontiguousarray(anomaly_map, dtype=np.float32))
+    return np.asarray(picture.resize((shape[1], shape[0]), Image.Resampling.BILINEAR))

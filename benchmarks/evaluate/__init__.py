@@ -2,29 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mdps.benchmarks.align import enlarged, truth_in_box
-from mdps.benchmarks.datasets import Category, Sample
-from mdps.benchmarks.gallery import Example, Gallery
-from mdps.benchmarks.kinds import KindMetrics, by_kind
-from mdps.benchmarks.looks import DetailedJudge, Judge, Look, covered_box, looks_of
+from mdps.benchmarks.data.samples import Category, Sample, enlarged, truth_in_box
+from mdps.benchmarks.evaluate.gallery import Example, Gallery
+from mdps.benchmarks.evaluate.predictions import DetailedPredictor, Prediction, Predictor, covered_box, predictions_of
+from mdps.benchmarks.evaluate.results import METRICS, Evaluation, ScoredImage, by_defect_type
 from mdps.benchmarks.metrics import auroc, average_precision, f1_max
-from mdps.benchmarks.streaming import PixelCounts, PixelMetrics
+from mdps.benchmarks.metrics.pixels import PixelCounts, PixelMetrics
 from mdps.runtime.errors import ImageError, MdpsError, require
 
-__all__ = ["METRICS", "Evaluation", "Judge", "ScoredImage", "evaluate", "mean_metrics"]
-
-METRICS = (
-    "image_auroc", "image_ap", "image_f1max", "pixel_auroc", "pixel_ap", "aupro_0.30", "aupro_0.05", "ms_per_image",
-)  # fmt: skip
 _IMAGE: Mapping[str, Callable[[Sequence[bool], Sequence[float]], float]] = {
     "image_auroc": auroc,
     "image_ap": average_precision,
@@ -38,116 +30,41 @@ _PIXEL: Mapping[str, Callable[[PixelMetrics], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class ScoredImage:
-    """One test image: `path` below the category's folder, `kind` "good" or the defect's name, and its score and time.
-
-    An image that could not be judged has only an `error`, the sentence that says why.
-    """
-
-    path: str
-    kind: str
-    defective: bool
-    score: float | None = None
-    ms: float | None = None
-    error: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one judge did on one category.
-
-    `metrics` has the keys of METRICS, NaN where a metric is undefined (`problems` says why); `images` were judged;
-    `rows` has every test image in order; `counts` are what a bootstrap resamples; `threshold` is the judge's own, None
-    where it has none; `kinds` are metrics of each kind of defect, empty where there is one only. `problems` name, as
-    sentences, what was left out and what a reader of the numbers must know.
-    """
-
-    judge: str
-    category: str
-    images: int
-    metrics: dict[str, float]
-    rows: tuple[ScoredImage, ...]
-    counts: PixelCounts
-    provenance: dict[str, object]
-    problems: tuple[str, ...]
-    threshold: float | None = None
-    kinds: tuple[KindMetrics, ...] = ()
-
-    @property
-    def failed(self) -> tuple[ScoredImage, ...]:
-        """The images that could not be judged."""
-        return tuple(row for row in self.rows if row.error is not None)
-
-    def to_json(self) -> dict[str, Any]:
-        """METRICS (null where undefined), `category`, `images`, `provenance`, `problems`; no rows."""
-        return {
-            **{name: finite(self.metrics[name]) for name in METRICS},
-            "category": self.category,
-            "images": self.images,
-            "provenance": self.provenance,
-            "problems": list(self.problems),
-        }
-
-    def verdicts(self) -> dict[str, Any] | None:
-        """How many images the judge's own threshold gets wrong; None where it has none."""
-        if self.threshold is None:
-            return None
-        good = [row.score for row in self.rows if row.score is not None and not row.defective]
-        bad = [row.score for row in self.rows if row.score is not None and row.defective]
-        return {
-            "threshold": self.threshold,
-            "good": len(good),
-            "false_alarms": sum(score > self.threshold for score in good),
-            "defective": len(bad),
-            "missed": sum(score <= self.threshold for score in bad),
-        }
-
-
-def finite(value: float) -> float | None:
-    """The value, or None where it is no number: JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
 def evaluate(
-    judge: Judge, category: Category, *, out: Path | None = None, largest: int | None = 256, every: int = 1
+    predictor: Predictor, category: Category, *, out: Path | None = None, largest: int | None = 256, every: int = 1
 ) -> Evaluation:
     """Judge every `every`-th test image of `category` and measure; with `out` write results, plots and a report there.
 
     Pixel metrics compare at the resolution of the ground truth: its longer side is reduced to `largest` first (256 as
-    the paper works; None: not at all) and the map is enlarged to it, bilinearly. Both are cut to what the judge's map
-    shows. `ms_per_image` is the time from the decoded picture to its map: the median of the judge's own times, and for
-    a judge that tells none the mean of the time between its answers (which then includes reading the file).
+    the paper works; None: not at all) and the map is enlarged to it, bilinearly. Both are cut to what the predictor's
+    map shows. `ms_per_image` is the time from the decoded picture to its map: the median of the predictor's own times,
+    and for a predictor that tells none the mean of the time between its answers (which then includes reading the file).
 
     A defective image without a mask counts for the image metrics and is left out of the pixel metrics. An image that
     cannot be judged becomes a row with an error. Raises UsageError for a category without test images or options out
-    of range, and what the judge raises as UsageError.
+    of range, and what the predictor raises as UsageError.
     """
     require(every >= 1, f"--every {every} should be at least 1")
     require(largest is None or largest >= 1, f"the resolution {largest} should be at least 1")
     require(bool(category.test), f"{category.root} has no test images: nothing can be evaluated on it")
     samples = category.test[::every]
-    tally = _Tally(judge, category, largest)
-    looks = looks_of(judge, [sample.path for sample in samples])
+    tally = _Tally(predictor, category, largest)
+    predictions = predictions_of(predictor, [sample.path for sample in samples])
     for sample in tqdm(samples, desc=category.name, unit="image", disable=None):
-        tally.add(sample, next(looks))
+        tally.add(sample, next(predictions))
     evaluation = tally.evaluation(every)
     if out is not None:
-        from mdps.benchmarks.evaluation_report import write_evaluation
+        from mdps.benchmarks.evaluate.report import write_evaluation
 
-        write_evaluation(evaluation, tally.gallery, judge, out)
+        write_evaluation(evaluation, tally.gallery, predictor, out)
     return evaluation
 
 
 class _Tally:
     """Adds up image after image in constant memory, but for the rows."""
 
-    def __init__(self, judge: Judge, category: Category, largest: int | None) -> None:
-        self._judge, self._category, self._largest = judge, category, largest
+    def __init__(self, predictor: Predictor, category: Category, largest: int | None) -> None:
+        self._predictor, self._category, self._largest = predictor, category, largest
         self._pixels, self._counts, self.gallery = PixelMetrics(), PixelCounts(), Gallery()
         self._rows: list[ScoredImage] = []
         self._counted: list[tuple[str, bool]] = []
@@ -155,21 +72,21 @@ class _Tally:
         self._untrue: list[str] = []
         self._vanished: list[str] = []
 
-    def add(self, sample: Sample, look: Look | str) -> None:
+    def add(self, sample: Sample, prediction: Prediction | str) -> None:
         """Take in one image; what is wrong with it becomes its row's error."""
         path = _below(sample.path, self._category.root)
-        if isinstance(look, str):
-            self._rows.append(ScoredImage(path, sample.kind, sample.defective, error=look))
+        if isinstance(prediction, str):
+            self._rows.append(ScoredImage(path, sample.kind, sample.defective, error=prediction))
             return
-        if not (math.isfinite(look.score) and np.isfinite(look.anomaly_map).all()):
-            reason = f"{self._judge.name} gave a score or map that is no finite number"
+        if not (math.isfinite(prediction.score) and np.isfinite(prediction.anomaly_map).all()):
+            reason = f"{self._predictor.name} gave a score or map that is no finite number"
             self._rows.append(ScoredImage(path, sample.kind, sample.defective, error=reason))
             return
-        self._rows.append(ScoredImage(path, sample.kind, sample.defective, look.score, look.ms))
-        truth = self._compare(sample, path, look)
-        self.gallery.add(Example(sample.path, sample.kind, sample.defective, look, truth))
+        self._rows.append(ScoredImage(path, sample.kind, sample.defective, prediction.score, prediction.ms))
+        truth = self._compare(sample, path, prediction)
+        self.gallery.add(Example(sample.path, sample.kind, sample.defective, prediction, truth))
 
-    def _compare(self, sample: Sample, path: str, look: Look) -> NDArray[np.bool_] | None:
+    def _compare(self, sample: Sample, path: str, prediction: Prediction) -> NDArray[np.bool_] | None:
         """The truth inside what the map shows, after both went into the pixel metrics; None where there is none."""
         if sample.defective and not sample.masks:
             self._unmasked.append(path)
@@ -179,37 +96,39 @@ class _Tally:
         except ImageError as error:
             self._untrue.append(str(error))
             return None
-        truth = truth_in_box(whole, covered_box(self._judge, (whole.shape[1], whole.shape[0])), self._largest)
+        truth = truth_in_box(whole, covered_box(self._predictor, (whole.shape[1], whole.shape[0])), self._largest)
         if whole.any() and not truth.any():
             self._vanished.append(path)
-        large = enlarged(look.anomaly_map, truth.shape)
+        large = enlarged(prediction.anomaly_map, truth.shape)
         self._pixels.add(truth, large)
         self._counts.add(truth, large)
         self._counted.append((sample.kind, sample.defective))
         return truth
 
     def evaluation(self, every: int) -> Evaluation:
-        """What was measured so far."""
+        """Return what was measured so far."""
         judged = [row for row in self._rows if row.error is None]
         if not judged:
             raise MdpsError(f"none of {len(self._rows)} test images could be judged: {self._rows[0].error}")
         metrics, problems = self._metrics(judged)
-        detailed = self._judge if isinstance(self._judge, DetailedJudge) else None
+        detailed = self._predictor if isinstance(self._predictor, DetailedPredictor) else None
         return Evaluation(
-            judge=self._judge.name,
+            predictor=self._predictor.name,
             category=self._category.name,
             images=len(judged),
             metrics=metrics,
             rows=tuple(self._rows),
             counts=self._counts,
             provenance={
-                **self._judge.provenance,
+                **self._predictor.provenance,
                 "data": {"layout": self._category.layout, "every": every, "test_images": len(self._category.test)},
                 "resolution": "full" if self._largest is None else self._largest,
             },
             problems=(*(detailed.notes if detailed else ()), *self._category.problems, *problems),
             threshold=detailed.threshold if detailed else None,
-            kinds=by_kind([(row.kind, row.defective, row.score or 0.0) for row in judged], self._counts, self._counted),
+            defect_types=by_defect_type(
+                [(row.kind, row.defective, row.score or 0.0) for row in judged], self._counts, self._counted
+            ),
         )
 
     def _metrics(self, judged: Sequence[ScoredImage]) -> tuple[dict[str, float], list[str]]:
@@ -223,7 +142,7 @@ class _Tally:
         metrics |= {name: measure(self._pixels) for name, measure in _PIXEL.items()}
         if math.isnan(metrics["pixel_auroc"]):
             problems.append("pixel metrics are undefined: no judged image has both a mask and a defect in it")
-        middle = median if isinstance(self._judge, DetailedJudge) else fmean
+        middle = median if isinstance(self._predictor, DetailedPredictor) else fmean
         metrics["ms_per_image"] = float(middle([row.ms or 0.0 for row in judged]))
         return metrics, problems
 
@@ -244,9 +163,3 @@ def _below(path: Path, root: Path) -> str:
 def _listed(names: Sequence[str], most: int = 10) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def mean_metrics(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
-    """The mean of each metric over the categories where it is defined; None where it is nowhere."""
-    defined = {name: [e.metrics[name] for e in evaluations if math.isfinite(e.metrics[name])] for name in METRICS}
-    return {name: fmean(values) if values else None for name, values in defined.items()}

@@ -1,4 +1,4 @@
-"""A bundle as a judge of test pictures, its passes changed where no new export is needed."""
+"""A bundle as a predictor of test pictures, its passes changed where no new export is needed."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,8 @@ from typing import Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.benchmarks.looks import Box, Look
+from mdps.benchmarks.data.samples import Box
+from mdps.benchmarks.evaluate.predictions import Prediction
 from mdps.runtime.bundle import Bundle, LoadFields, LoadOptions
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector, Result
@@ -34,13 +35,13 @@ BAKED = {
 _USES_TEST_SET = 'the mask range is that of this very test set (mask range "dataset"): these numbers use the test set'
 
 
-class BundleJudge:
+class BundlePredictor:
     """The detector in the folder `bundle` as an evaluation asks it; close it, or use `with`.
 
-    `options` and `fields` are those of `load`. `changes` turns the bundle's settings into those to judge with: guidance
-    scales, noise levels, steps, the mask pass, the mask's lambda and range, samples, seed and early exit are free.
-    UsageError for what is part of the graphs (`BAKED`). With the mask range "dataset" the first pass runs over all
-    pictures before they are judged.
+    `options` and `fields` are those of `load`. `changes` turns the bundle's settings into those to predict with:
+    guidance scales, noise levels, steps, the mask pass, the mask's lambda and range, samples, seed and early exit are
+    free. UsageError for what is part of the graphs (`BAKED`). With the mask range "dataset" the first pass runs over
+    all pictures before they are judged.
 
     No calibration is needed. `product`'s is used where the bundle has one that was made with these settings.
     Raises as `mdps.runtime.load`, and CalibrationError where a frozen mask range was calibrated for another first pass.
@@ -97,7 +98,7 @@ class BundleJudge:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of its numbers must know, as sentences; an early exit's tells of the last `looks`."""
+        """Notes for a reader of its numbers, as sentences; an early exit's tells of the last `predictions`."""
         if not self.settings.sampler.early_exit:
             return self._notes
         return (
@@ -134,24 +135,24 @@ class BundleJudge:
         }
 
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
-        """Score and map of each picture in order, as a `Judge`; ImageError at one that cannot be judged."""
-        for look in self.looks(paths):
-            if isinstance(look, str):
-                raise ImageError(look)
-            yield look.score, look.anomaly_map
+        """Score and map of each picture in order, as a `Predictor`; ImageError at one that cannot be judged."""
+        for prediction in self.predictions(paths):
+            if isinstance(prediction, str):
+                raise ImageError(prediction)
+            yield prediction.score, prediction.anomaly_map
 
-    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
-        """A look for each picture in order, or the sentence that says why there is none."""
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        """A prediction for each picture in order, or the sentence that says why there is none."""
         if self._uses_test_set:
             self._detector.mask_range = self._range_over(paths)
         self._looked = self._left = 0
         for found in predictions(self._detector, paths, self._batch):
             if not isinstance(found.result, str):
                 self._looked, self._left = self._looked + 1, self._left + found.result.early_exit
-            yield found.result if isinstance(found.result, str) else self._look(found.result)
+            yield found.result if isinstance(found.result, str) else self._prediction(found.result)
 
     def watch(self, told: Callable[[Inspection], object]) -> None:
-        """Call `told` with what each batch of pictures found, in order, before its looks are yielded."""
+        """Call `told` with what each batch of pictures found, in order, before its predictions are yielded."""
         self._detector.watcher = told
 
     def close(self) -> None:
@@ -165,13 +166,13 @@ class BundleJudge:
         self.close()
 
     def _shown(self) -> Preprocessing:
-        """As if the network saw only what the metrics are taken from."""
+        """Preprocessing as if the network saw only what the metrics are taken from."""
         chosen = self.manifest.preprocessing
         return replace(chosen, crop="input") if chosen.crop == "metrics" else chosen
 
-    def _look(self, result: Result) -> Look:
+    def _prediction(self, result: Result) -> Prediction:
         cut = self._cut()
-        return Look(
+        return Prediction(
             score=result.score,
             anomaly_map=result.anomaly_map[cut],
             ms=result.times["total"],
@@ -179,7 +180,7 @@ class BundleJudge:
         )
 
     def _cut(self) -> tuple[slice, slice]:
-        """What of a map the metrics are taken from: the authors cut map and truth to the crop."""
+        """The part of a map that metrics are taken from: the authors cut map and truth to the crop."""
         (height, width), (whole_height, whole_width) = self._shown().network_size, self._detector.map_size
         top, left = (whole_height - height) // 2, (whole_width - width) // 2
         return slice(top, top + height), slice(left, left + width)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mdps.benchmarks.align import share_in_box
-from mdps.benchmarks.looks import Box, Look
+from mdps.benchmarks.data.samples import Box, share_in_box
+from mdps.benchmarks.evaluate.predictions import Prediction
 from mdps.runtime.preprocessing import read_image, to_unit
 from mdps.serving.overlay import HeatRange, strip
 
@@ -21,12 +21,12 @@ class Example:
     path: Path
     kind: str
     defective: bool
-    look: Look
+    prediction: Prediction
     truth: NDArray[np.bool_] | None
 
     def margin(self, threshold: float) -> float:
         """How far the score lies on the right side of the threshold; negative on the wrong one."""
-        distance = self.look.score - threshold
+        distance = self.prediction.score - threshold
         return distance if self.defective else -distance
 
 
@@ -45,7 +45,7 @@ class Gallery:
         for sign in (1, -1):
             kept = self._kept.setdefault((example.defective, sign), [])
             kept.append(example)
-            kept.sort(key=lambda one: -sign * one.look.score)
+            kept.sort(key=lambda one: -sign * one.prediction.score)
             del kept[self._keep :]
 
     def best(self, threshold: float) -> list[Example]:
@@ -62,7 +62,7 @@ class Gallery:
 
     def heat_range(self) -> HeatRange:
         """One for all pictures, so that the same colour is the same value: from the coolest to the hottest pixel."""
-        maps = [example.look.anomaly_map for example in self._all()]
+        maps = [example.prediction.anomaly_map for example in self._all()]
         return HeatRange(float(min(m.min() for m in maps)), float(max(m.max() for m in maps)))
 
     def _all(self) -> Iterator[Example]:
@@ -72,11 +72,11 @@ class Gallery:
 
 def picture(example: Example, box: Box, heat: HeatRange) -> Image.Image:
     """The image inside `box` (pixels of the upright photograph), its reconstruction if any, heat, and true contour."""
-    anomaly_map = example.look.anomaly_map
+    anomaly_map = example.prediction.anomaly_map
     size = (anomaly_map.shape[1], anomaly_map.shape[0])
     photograph = read_image(example.path).resize(size, Image.Resampling.BILINEAR, box=box)
     truth = np.zeros(anomaly_map.shape, dtype=bool)
     if example.truth is not None:
         whole = (0.0, 0.0, float(example.truth.shape[1]), float(example.truth.shape[0]))
         truth = share_in_box(example.truth, whole, size) >= 0.5
-    return strip(to_unit(np.asarray(photograph)), example.look.reconstruction, anomaly_map, truth, heat)
+    return strip(to_unit(np.asarray(photograph)), example.prediction.reconstruction, anomaly_map, truth, heat)

@@ -1,21 +1,182 @@
-"""What an evaluation leaves in a folder: JSON, a table, plots, pictures of best and worst images, one HTML report."""
+"""Files of an evaluation: JSON, a table, plots, pictures of best and worst images, one HTML report."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from mdps.benchmarks.evaluate import METRICS, Evaluation, finite, mean_metrics
-from mdps.benchmarks.evaluation_page import render
-from mdps.benchmarks.evaluation_plots import best_threshold, image_curve, roc_plot, scores_plot
-from mdps.benchmarks.gallery import Example, Gallery, picture
-from mdps.benchmarks.kinds import HEADS as KINDS
-from mdps.benchmarks.looks import Judge, covered_box
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image
+from sklearn.metrics import precision_recall_curve, roc_curve
+
+from mdps import __version__
+from mdps.benchmarks.evaluate.gallery import Example, Gallery, picture
+from mdps.benchmarks.evaluate.predictions import Predictor, covered_box
+from mdps.benchmarks.evaluate.results import HEADS, METRICS, Evaluation, ScoredImage, finite, mean_metrics
+from mdps.benchmarks.kit import figure_png, table
 from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import read_image
-from mdps.serving.overlay import HeatRange, png
-from mdps.serving.report import flat
+from mdps.serving.overlay import HeatRange, png, thumbnail
+from mdps.serving.folder import Row
+from mdps.serving.report import HEAD, SCRIPT, embedded, flat, image_table, plain_text, settings_table
+
+_STYLE = (
+    "<style>figure { margin: .6rem 0 } figure img { width: 100%; max-width: 900px } figcaption { color: #555 } "
+    ".metrics th, .metrics td { overflow-wrap: normal }</style>"
+)
+_TILES = "image, reconstruction where the detector makes one, anomaly map, contour of the true defect"
+
+
+def render(
+    sections: Sequence[tuple[Evaluation, Path]], *, title: str, mean: Mapping[str, float | None] | None = None
+) -> str:
+    """The page of evaluations whose plots and pictures lie in the folders beside them.
+
+    One category's page also lists every image.
+    """
+    parts = [HEAD.format(title=escape(title)), _STYLE, f"<h1>{plain_text(title)}</h1>", _metrics(sections, mean)]
+    for evaluation, folder in sections:
+        parts += [f"<h2>{plain_text(evaluation.category)}</h2>", *_section(evaluation, folder)]
+    if len(sections) == 1:
+        parts += ["<h2>Images</h2>", image_table(_rows(sections[0][0]), lambda row: ""), SCRIPT]
+    parts += [settings_table({**dict(flat(sections[0][0].provenance)), "mdps": __version__}), "</body></html>\n"]
+    return "\n".join(parts)
+
+
+def _metrics(sections: Sequence[tuple[Evaluation, Path]], mean: Mapping[str, float | None] | None) -> str:
+    heads = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("category", "images", *METRICS))
+    lines = [_line(one.category, str(one.images), one.metrics) for one, _ in sections]
+    if mean is not None:
+        lines.append(_line("mean", str(sum(one.images for one, _ in sections)), mean))
+    return f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _line(name: str, images: str, metrics: Mapping[str, float | None]) -> str:
+    cells = "".join(f"<td>{_number(name, metrics[name])}</td>" for name in METRICS)
+    return f"<tr><td>{plain_text(name)}</td><td>{images}</td>{cells}</tr>"
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None or finite(value) is None:
+        return "undefined"
+    return f"{value:.1f}" if name.startswith("ms") else f"{value:.4f}"
+
+
+def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
+    counted = evaluation.verdicts()
+    if counted is not None:
+        yield (
+            f"<p>At the calibrated threshold {counted['threshold']:.5g}: {counted['missed']} of "
+            f"{counted['defective']} defective images missed, {counted['false_alarms']} of {counted['good']} good ones "
+            "called defective.</p>"
+        )
+    if evaluation.problems:
+        yield f"<ul>{''.join(f'<li>{plain_text(problem)}</li>' for problem in evaluation.problems)}</ul>"
+    if evaluation.defect_types:
+        heads = "".join(f"<th>{head}</th>" for head in HEADS)
+        lines = ("".join(f"<td>{plain_text(cell)}</td>" for cell in found.cells()) for found in evaluation.defect_types)
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        yield f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+    for name in ("scores.png", "roc.png"):
+        if (folder / name).is_file():
+            yield f"<figure>{embedded((folder / name).read_bytes(), 'png', name)}</figure>"
+    titles = {"worst": "Most wrong, or nearest to it", "best": "Judged right with the largest margin"}
+    for name, heading in titles.items():
+        yield f"<h3>{heading}</h3><p>Each picture: {_TILES}. One colour scale for all.</p>"
+        yield from map(_figure, sorted((folder / name).glob("*.png"), key=_rank))
+
+
+def _rank(path: Path) -> int:
+    found = re.match(r"\d+", path.name)
+    return int(found.group()) if found else 0
+
+
+def _figure(path: Path) -> str:
+    with Image.open(path) as image:
+        data = thumbnail(image, 1040)
+    return (
+        f"<figure>{embedded(data, 'jpeg')}<figcaption>{plain_text(path.stem.replace('_', ' '))}</figcaption></figure>"
+    )
+
+
+def _rows(evaluation: Evaluation) -> list[Row]:
+    """For the table of images: the broken ones first, then from the highest score down."""
+    rows = [
+        Row(one.path, one.score, evaluation.threshold, _verdict(one, evaluation.threshold), ms=one.ms, error=one.error)
+        for one in evaluation.rows
+    ]
+    return sorted(rows, key=lambda row: (row.score is not None, -(row.score or 0.0)))
+
+
+def _verdict(row: ScoredImage, threshold: float | None) -> str | None:
+    if row.score is None:
+        return "error"
+    if threshold is None:
+        return None
+    return "fail" if row.score > threshold else "pass"
+
+
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""False-positive rates and true-positive rates, both [n] and rising."""
+
+
+def image_curve(labels: ArrayLike, scores: ArrayLike) -> Curve:
+    """The ROC curve of images of both kinds."""
+    false, true, _ = roc_curve(labels, scores, drop_intermediate=False)
+    return false, true
+
+
+def best_threshold(labels: ArrayLike, scores: ArrayLike) -> float:
+    """The score above or at which F1 is largest, for images of both kinds; half-way to the next lower score.
+
+    The middle is what a detector with "score > threshold" would be given, and the margins of the images mean something.
+    """
+    precision, recall, thresholds = precision_recall_curve(labels, scores)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    chosen = thresholds[int(np.argmax(f1[:-1]))]
+    values = np.asarray(scores, dtype=np.float64)
+    below = values[values < chosen]
+    return float((chosen + below.max()) / 2) if below.size else float(chosen) - 1e-12
+
+
+def roc_plot(curves: Sequence[tuple[str, Curve]]) -> bytes:
+    """PNG of the named curves, the whole and its upper left corner."""
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    whole, corner = figure.subplots(1, 2)
+    for axes in (whole, corner):
+        for name, (false, true) in curves:
+            axes.plot(false, true, label=name)
+        axes.set_xlabel("false-positive rate")
+        axes.grid(alpha=0.3)
+    whole.plot([0, 1], [0, 1], color="0.7", linewidth=1, linestyle="--")
+    whole.set(ylabel="true-positive rate", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), title="ROC")
+    corner.set(xlim=(-0.002, 0.2), ylim=(0.6, 1.005), title="its upper left corner")
+    whole.legend(loc="lower right")
+    return figure_png(figure, dpi=110)
+
+
+def scores_plot(
+    good: Sequence[float], defective: Sequence[float], lines: Sequence[tuple[str, float]], title: str
+) -> bytes:
+    """PNG of both kinds' score histograms on the same bins, a vertical line at each named threshold."""
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    together = [*good, *defective, *(value for _, value in lines)]
+    bins = np.linspace(min(together), max(together) + 1e-9, 41).tolist()
+    for scores, name, colour in ((good, "good", "tab:green"), (defective, "defective", "tab:red")):
+        if scores:
+            axes.hist(scores, bins=bins, alpha=0.6, color=colour, label=f"{len(scores)} {name}")
+    for (name, value), style in zip(lines, ("-", "--"), strict=False):
+        axes.axvline(value, color="black", linestyle=style, label=f"{name} {value:.4g}")
+    axes.set(xlabel="anomaly score", ylabel="images", title=title)
+    axes.legend()
+    return figure_png(figure, dpi=110)
+
 
 RESULTS, TABLE, REPORT = "results.json", "results.md", "report.html"
 BEST, WORST, ROC, SCORES, COUNTS = "best", "worst", "roc.png", "scores.png", "counts.npz"
@@ -32,30 +193,22 @@ def markdown(evaluations: Sequence[Evaluation]) -> str:
     """A table of the metrics, with their mean for several categories; below it kinds of defects, and the problems."""
     with_verdicts = any(one.threshold is not None for one in evaluations)
     heads = ["category", "images", *METRICS, *(["missed", "false alarms"] if with_verdicts else [])]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    lines += [
-        [one.category, str(one.images), *_cells(one.metrics), *_verdicts(one, with_verdicts)] for one in evaluations
+    lines = [
+        [one.category, str(one.images), *metric_cells(one.metrics), *_verdicts(one, with_verdicts)]
+        for one in evaluations
     ]
     if len(evaluations) > 1:
         total, mean = str(sum(one.images for one in evaluations)), mean_metrics(evaluations)
-        lines.append(["mean", total, *_cells(mean), *([""] * 2 if with_verdicts else [])])
-    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-    kinds = "\n".join(f"| {' | '.join(line)} |" for line in _kind_lines(evaluations))
+        lines.append(["mean", total, *metric_cells(mean), *([""] * 2 if with_verdicts else [])])
+    parts = [table(heads, lines)]
+    if types := [[one.category, *found.cells()] for one in evaluations for found in one.defect_types]:
+        parts.append(table(["category", *HEADS], types, left=(0, 1)))
     problems = [f"- {one.category}: {problem}" for one in evaluations for problem in one.problems]
-    return "\n\n".join([table, *([kinds] if kinds else []), *(["\n".join(problems)] if problems else [])]) + "\n"
+    return "\n\n".join([*parts, *(["\n".join(problems)] if problems else [])]) + "\n"
 
 
-def _kind_lines(evaluations: Sequence[Evaluation]) -> list[list[str]]:
-    """Metrics of each kind of defect, with their heads; empty where no category has several kinds."""
-    lines = [
-        [one.category, *(str(value).replace("|", "/") for value in found.cells())]
-        for one in evaluations
-        for found in one.kinds
-    ]
-    return [["category", *KINDS], ["---", "---", *["---:"] * (len(KINDS) - 1)], *lines] if lines else []
-
-
-def _cells(metrics: dict[str, float] | dict[str, float | None]) -> list[str]:
+def metric_cells(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return the metrics as texts in the order of METRICS, empty where undefined."""
     values = {name: None if (value := metrics[name]) is None else finite(value) for name in METRICS}
     form = {name: ".1f" if name.startswith("ms") else ".4f" for name in METRICS}
     return ["" if value is None else f"{value:{form[name]}}" for name, value in values.items()]
@@ -76,11 +229,11 @@ def check_folder(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def write_evaluation(evaluation: Evaluation, gallery: Gallery, judge: Judge, out: Path) -> None:
+def write_evaluation(evaluation: Evaluation, gallery: Gallery, predictor: Predictor, out: Path) -> None:
     """Everything of one category into the folder `out`, each file whole or not at all.
 
     results.json (with a row an image), results.md, report.html (self-contained), roc.png, scores.png, counts.npz (what
-    a bootstrap resamples), best/ and worst/ (image, reconstruction where the judge makes one, map, true contour).
+    a bootstrap resamples), best/ and worst/ (image, reconstruction where the predictor makes one, map, true contour).
     Raises UsageError where `out` cannot be a folder, MdpsError where a file cannot be written.
     """
     check_folder(out)
@@ -93,9 +246,9 @@ def write_evaluation(evaluation: Evaluation, gallery: Gallery, judge: Judge, out
     with writing(out):
         evaluation.counts.save(out / COUNTS)
         _write_plots(evaluation, labels, scores, lines, out)
-        _write_pictures(gallery, lines[0][1] if lines else max(scores), judge, out)
+        _write_pictures(gallery, lines[0][1] if lines else max(scores), predictor, out)
         _write_tables([evaluation], out)
-        write_text(out / REPORT, render([(evaluation, out)], title=f"{evaluation.category}, {evaluation.judge}"))
+        write_text(out / REPORT, render([(evaluation, out)], title=f"{evaluation.category}, {evaluation.predictor}"))
 
 
 def write_summary(evaluations: Sequence[Evaluation], out: Path) -> None:
@@ -103,18 +256,18 @@ def write_summary(evaluations: Sequence[Evaluation], out: Path) -> None:
     with writing(out):
         _write_tables(evaluations, out)
         sections = [(one, out / one.category) for one in evaluations]
-        title = f"{len(evaluations)} categories, {evaluations[0].judge}"
+        title = f"{len(evaluations)} categories, {evaluations[0].predictor}"
         write_text(out / REPORT, render(sections, title=title, mean=mean_metrics(evaluations)))
 
 
 def _write_tables(evaluations: Sequence[Evaluation], out: Path) -> None:
     full = to_json(evaluations)
     for one, entry in zip(evaluations, full.get("categories", [full]), strict=True):
-        entry |= {"judge": one.judge, "verdicts": one.verdicts()}
-        entry |= {"kinds": [found.to_json() for found in one.kinds], "rows": [row.to_json() for row in one.rows]}
+        entry |= {"judge": one.predictor, "verdicts": one.verdicts()}
+        entry |= {"kinds": [found.to_json() for found in one.defect_types], "rows": [row.to_json() for row in one.rows]}
     write_text(out / RESULTS, json.dumps(full, indent=1) + "\n")
     made_with = "\n".join(f"- {key}: {value}" for key, value in flat(evaluations[0].provenance))
-    write_text(out / TABLE, f"# {evaluations[0].judge}\n\n{markdown(evaluations)}\n## Made with\n\n{made_with}\n")
+    write_text(out / TABLE, f"# {evaluations[0].predictor}\n\n{markdown(evaluations)}\n## Made with\n\n{made_with}\n")
 
 
 def _write_plots(
@@ -140,19 +293,19 @@ def _write_plots(
     write_bytes(out / SCORES, scores_plot(good, bad, lines, evaluation.category))
 
 
-def _write_pictures(gallery: Gallery, threshold: float, judge: Judge, out: Path) -> None:
+def _write_pictures(gallery: Gallery, threshold: float, predictor: Predictor, out: Path) -> None:
     heat = gallery.heat_range()
     for name, examples in ((BEST, gallery.best(threshold)), (WORST, gallery.worst(threshold))):
         with new_folder(out / name, replace=True) as folder:
             for rank, example in enumerate(examples, 1):
-                write_bytes(folder / f"{rank}_{_caption(example, threshold)}.png", _strip(example, judge, heat))
+                write_bytes(folder / f"{rank}_{_caption(example, threshold)}.png", _strip(example, predictor, heat))
 
 
 def _caption(example: Example, threshold: float) -> str:
     wrong = "missed" if example.defective else "false_alarm"
     verdict = "right" if example.margin(threshold) > 0 else wrong
-    return f"{example.kind}_{example.path.stem}_score_{example.look.score:.4g}_{verdict}"
+    return f"{example.kind}_{example.path.stem}_score_{example.prediction.score:.4g}_{verdict}"
 
 
-def _strip(example: Example, judge: Judge, heat: HeatRange) -> bytes:
-    return png(picture(example, covered_box(judge, read_image(example.path).size), heat))
+def _strip(example: Example, predictor: Predictor, heat: HeatRange) -> bytes:
+    return png(picture(example, covered_box(predictor, read_image(example.path).size), heat))

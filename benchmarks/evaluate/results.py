@@ -1,20 +1,40 @@
-"""Metrics of each kind of defect by itself, against all good images: they tell where a mean comes from."""
+"""Results of an evaluation: a row an image, metrics of a category, and of each type of defect by itself."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from mdps.benchmarks.counts import PixelCounts
+from mdps.benchmarks.kit import Fields
 from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.metrics.pixels import PixelCounts
 
+METRICS = (
+    "image_auroc", "image_ap", "image_f1max", "pixel_auroc", "pixel_ap", "aupro_0.30", "aupro_0.05", "ms_per_image",
+)  # fmt: skip
 HEADS = ("kind of defect", "images", "image AUROC", "pixel AUROC")
 
 
 @dataclass(frozen=True)
-class KindMetrics:
+class ScoredImage(Fields):
+    """One test image: `path` below the category's folder, `kind` "good" or the defect's name, and its score and time.
+
+    An image that could not be judged has only an `error`, the sentence that says why.
+    """
+
+    path: str
+    kind: str
+    defective: bool
+    score: float | None = None
+    ms: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class DefectTypeMetrics(Fields):
     """One kind of defect: how many images were judged, image and pixel AUROC (NaN where undefined)."""
 
     kind: str
@@ -22,19 +42,77 @@ class KindMetrics:
     image_auroc: float
     pixel_auroc: float
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields, null where undefined."""
-        return {name: None if value != value else value for name, value in asdict(self).items()}
-
     def cells(self) -> tuple[str, ...]:
         """Texts under HEADS, empty where undefined."""
         aurocs = ("" if math.isnan(value) else f"{value:.4f}" for value in (self.image_auroc, self.pixel_auroc))
         return (self.kind, str(self.images), *aurocs)
 
 
-def by_kind(
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of one predictor on one category.
+
+    `metrics` has the keys of METRICS, NaN where a metric is undefined (`problems` says why); `images` were judged;
+    `rows` has every test image in order; `counts` are what a bootstrap resamples; `threshold` is the predictor's own,
+    None where it has none; `defect_types` are metrics of each, empty where there is one only. `problems` name, as
+    sentences, what was left out and what a reader of the numbers must know.
+    """
+
+    predictor: str
+    category: str
+    images: int
+    metrics: dict[str, float]
+    rows: tuple[ScoredImage, ...]
+    counts: PixelCounts
+    provenance: dict[str, object]
+    problems: tuple[str, ...]
+    threshold: float | None = None
+    defect_types: tuple[DefectTypeMetrics, ...] = ()
+
+    @property
+    def failed(self) -> tuple[ScoredImage, ...]:
+        """The images that could not be judged."""
+        return tuple(row for row in self.rows if row.error is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """METRICS (null where undefined), `category`, `images`, `provenance`, `problems`; no rows."""
+        return {
+            **{name: finite(self.metrics[name]) for name in METRICS},
+            "category": self.category,
+            "images": self.images,
+            "provenance": self.provenance,
+            "problems": list(self.problems),
+        }
+
+    def verdicts(self) -> dict[str, Any] | None:
+        """How many images the predictor's own threshold gets wrong; None where it has none."""
+        if self.threshold is None:
+            return None
+        good = [row.score for row in self.rows if row.score is not None and not row.defective]
+        bad = [row.score for row in self.rows if row.score is not None and row.defective]
+        return {
+            "threshold": self.threshold,
+            "good": len(good),
+            "false_alarms": sum(score > self.threshold for score in good),
+            "defective": len(bad),
+            "missed": sum(score <= self.threshold for score in bad),
+        }
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where it is no number: JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def mean_metrics(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+    """The mean of each metric over the categories where it is defined; None where it is nowhere."""
+    defined = {name: [e.metrics[name] for e in evaluations if math.isfinite(e.metrics[name])] for name in METRICS}
+    return {name: fmean(values) if values else None for name, values in defined.items()}
+
+
+def by_defect_type(
     judged: Sequence[tuple[str, bool, float]], counts: PixelCounts, counted: Sequence[tuple[str, bool]]
-) -> tuple[KindMetrics, ...]:
+) -> tuple[DefectTypeMetrics, ...]:
     """Each kind of defect in `judged` (kind, whether defective, score) against the good images, by name.
 
     `counted` has kind and whether defective of each image in `counts`. Pixel AUROC compares the defect's pixels with
@@ -51,9 +129,9 @@ def _one(
     judged: Sequence[tuple[str, bool, float]],
     counts: PixelCounts,
     counted: Sequence[tuple[str, bool]],
-) -> KindMetrics:
+) -> DefectTypeMetrics:
     own = [(defective, score) for name, defective, score in judged if name == kind or not defective]
     labels, scores = [label for label, _ in own], [score for _, score in own]
     weights = np.array([name == kind or not defective for name, defective in counted], dtype=np.float64)
     image = auroc(labels, scores) if len(set(labels)) == 2 else math.nan
-    return KindMetrics(kind, sum(labels), image, counts.auroc(weights) if len(weights) else math.nan)
+    return DefectTypeMetrics(kind, sum(labels), image, counts.auroc(weights) if len(weights) else math.nan)

@@ -16,14 +16,15 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mdps
-from mdps.benchmarks.gpu_check import workfolder
-from mdps.benchmarks.script import exit_code
+from mdps.benchmarks.gpu_check import items
+from mdps.benchmarks.gpu_check.items import parsed
+from mdps.benchmarks.kit import Say, exit_code, quiet, say_on_stderr
 from mdps.runtime.atomic import write_bytes, write_text
 from mdps.runtime.errors import MdpsError, UsageError, require
 from mdps.runtime.versions import versions
@@ -66,19 +67,19 @@ class KitOptions:
     def __post_init__(self) -> None:
         require(self.part_size >= 1000, f"a part should hold at least 1 KB, not {self.part_size} bytes")
         for thing in self.things:  # before gigabytes of wheels are fetched
-            workfolder.parsed(thing)
+            parsed(thing)
         require(
             re.fullmatch(r"3\.\d+", self.python) is not None, f"{self.python!r} is no version of Python such as 3.12"
         )
 
     @property
     def requirements(self) -> list[str]:
-        """What pip is asked for there."""
+        """The packages that pip is asked for there."""
         extras = (*self.extras, *(TORCH_EXTRAS if self.with_torch else ()))
         return [f"mdps[{','.join(extras)}]" if extras else "mdps", *self.libraries]
 
 
-def make_kit(out: Path, options: KitOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def make_kit(out: Path, options: KitOptions, say: Say = quiet) -> dict[str, Any]:
     """Fills the folder `out`; what the manifest says. MdpsError where pip finds no wheel or a thing cannot be made."""
     source = None if options.wheel else source_tree()  # asked before any folder is made
     staging = out.with_name(out.name + ".staging")  # wheels and bundles, kept for the next run
@@ -268,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--with-torch", action="store_true", help="torch and all that exports, some 3 GB")
     parser.add_argument(
-        "--things", default=",".join(THINGS), help=f"to prepare, between commas, or none: {workfolder.THINGS}"
+        "--things", default=",".join(THINGS), help=f"to prepare, between commas, or none: {items.THINGS}"
     )
     parser.add_argument("--compute-capability", help="of the cards that plans are for [8.6,8.9,12.0]")
     parser.add_argument("--find-links", type=Path, help="folder with wheels to take from")
@@ -286,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
             given.mdps_wheel,
         )  # fmt: skip
         try:
-            manifest = make_kit(given.out, options, lambda text: print(text, file=sys.stderr, flush=True))
+            manifest = make_kit(given.out, options, say_on_stderr)
         except OSError as error:
             raise MdpsError(f"{given.out} cannot be written: {error}") from error
         print(f"wrote {given.out} in {len(manifest['parts'])} parts; there: sh {RUN}")

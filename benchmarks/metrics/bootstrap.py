@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mdps.benchmarks.counts import PixelCounts
 from mdps.benchmarks.metrics import checked_scores
 from mdps.runtime.errors import UsageError, require
 
@@ -57,20 +56,6 @@ class ImageScores:
         good, bad = (np.add.reduceat(given * kind, self._starts, axis=1) for kind in (~defective, defective))
         below = np.cumsum(good, axis=1) - good / 2
         return np.asarray((bad * below).sum(axis=1) / (good.sum(axis=1) * bad.sum(axis=1)))
-
-
-def bootstrap_image_auroc(
-    labels: ArrayLike, scores: ArrayLike, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
-) -> Interval:
-    """Image AUROC with its interval: `labels` 0 or 1 [n], `scores` [n]. UsageError as from `metrics.auroc`."""
-    return bootstrap(ImageScores(labels, scores), resamples=resamples, level=level, seed=seed)
-
-
-def bootstrap_pixel_auroc(
-    counts: PixelCounts, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
-) -> Interval:
-    """Pixel AUROC with its interval. UsageError where there are not both good and defective images."""
-    return bootstrap(counts, resamples=resamples, level=level, seed=seed)
 
 
 def bootstrap(metric: Resampled, *, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0) -> Interval:

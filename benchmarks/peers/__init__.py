@@ -6,7 +6,13 @@ Their code, losses, optimizers and schedules are anomalib's. Batches and lengths
 from dataclasses import dataclass
 from typing import Any
 
-from mdps.benchmarks.peers.options import PeerOptions, PeerSkippedError
+from mdps.benchmarks.options import PeerOptions
+from mdps.runtime.errors import UsageError
+from mdps.runtime.errors import require as require
+
+
+class PeerSkippedError(UsageError):
+    """A detector that cannot run with what is on this machine; the text is the reason its row gives."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Fits a detector with anomalib's Lightning module; a fit that was cut off goes on where it was."""
+"""Fits a detector with anomalib's Lightning module; a fit that was cut off goes on where it was.
+
+Good images are read by the code that reads them for our detector; feature weights are the project's, none downloaded.
+"""
 
 import logging
 import sys
@@ -12,12 +15,131 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import timm
+import torch
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from mdps.benchmarks.peers.options import PeerOptions
-from mdps.benchmarks.peers.pictures import HELD_OUT, data_module, write_textures
-from mdps.benchmarks.peers.recipes import PEERS, Recipe, settings_of
-from mdps.benchmarks.peers.weights import layer_names, local_backbone, read_teacher, timm_name
+from mdps.benchmarks.data.textures import PHOTOS, as_rgb, photograph
+from mdps.benchmarks.options import PeerOptions
+from mdps.benchmarks.peers import PEERS, Recipe, settings_of
+from mdps.models.backbones import LITE0, load_backbone
+from mdps.models.checkpoints.errors import naming
+from mdps.models.checkpoints.files import read_file, sha256_of
+from mdps.runtime.errors import UsageError
+from mdps.runtime.preprocessing import Preprocessing
+
+HELD_OUT = 10
+"""Where a data set has no validation images, every tenth training image stands in, as EfficientAD's paper has it."""
+
+
+class Pictures(Dataset[Any]):
+    """Images as anomalib's items: float32 [3, H, W] in [0, 1], label good, an empty mask."""
+
+    def __init__(self, paths: Sequence[Path], size: tuple[int, int]) -> None:
+        self._paths = list(paths)
+        self._read = Preprocessing(size)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> Any:
+        from anomalib.data import ImageItem
+
+        image = torch.from_numpy((self._read(self._paths[index]) + 1) / 2)
+        mask = torch.zeros(image.shape[-2:], dtype=torch.bool)
+        return ImageItem(image=image, gt_label=torch.tensor(0), gt_mask=mask, image_path=str(self._paths[index]))
+
+
+def data_module(
+    train: Sequence[Path], held_out: Sequence[Path], size: tuple[int, int], batch: int, seed: int, whole: bool
+) -> Any:
+    """Lightning's holder of both sets; the training order depends on the seed alone.
+
+    With `whole`, batches are whole ones, where there are images for one: some detectors fail on one or two images.
+    """
+    from anomalib.data import ImageBatch
+    from lightning.pytorch import LightningDataModule
+
+    def loader(paths: Sequence[Path], shuffled: bool) -> DataLoader[Any]:
+        order = torch.Generator().manual_seed(seed) if shuffled else None
+        return DataLoader(
+            Pictures(paths, size),
+            batch,
+            shuffle=shuffled,
+            generator=order,
+            collate_fn=ImageBatch.collate,
+            drop_last=shuffled and whole and len(paths) >= batch,
+        )
+
+    module = LightningDataModule()
+    module.train_dataloader = lambda: loader(train, True)
+    module.val_dataloader = lambda: loader(held_out, False)
+    module.train_batch_size = batch  # EfficientAD asks
+    return module
+
+
+def write_textures(folder: Path) -> None:
+    """Pictures for DRAEM to paste where no folder was given: scikit-image's photographs, whole and in quarters.
+
+    UsageError where scikit-image is not installed.
+    """
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PHOTOS:
+        photo = as_rgb(photograph(name))
+        half = len(photo) // 2
+        parts = [photo, photo[:half, :half], photo[:half, half:], photo[half:, :half], photo[half:, half:]]
+        for index, part in enumerate(parts):
+            Image.fromarray(part).save(folder / f"{name}_{index}.png")
+
+
+__all__ = ["layer_names", "local_backbone", "read_teacher", "sha256_of", "timm_name"]
+
+
+def timm_name(backbone: str) -> str:
+    """Return the name of a backbone of ours in timm and anomalib."""
+    return "tf_efficientnet_lite0" if backbone == LITE0 else backbone
+
+
+def layer_names(backbone: str, stages: Sequence[int]) -> list[str]:
+    """timm's names of the layers at strides 2^(k+1), as anomalib wants them; UsageError for a stage it lacks."""
+    with torch.device("meta"):
+        network: Any = timm.create_model(timm_name(backbone), pretrained=False, features_only=True)
+    strides, names = network.feature_info.reduction(), network.feature_info.module_name()
+    missing = [stage for stage in stages if 2 ** (stage + 1) not in strides]
+    if missing:
+        raise UsageError(f"the backbone {backbone} has no stage {missing[0]} (its strides are {strides})")
+    return [names[strides.index(2 ** (stage + 1))] for stage in stages]
+
+
+@contextmanager
+def local_backbone(backbone: str, weights: Path | None, stages: Sequence[int]) -> Iterator[list[str]]:
+    """While it lasts, timm fills a pretrained backbone from a local file; yields the SHA-256 of the files read.
+
+    Several of anomalib's detectors ask timm for pretrained weights and offer no way to name a file, so timm's entry
+    is stood in for. UsageError and CheckpointError as from `load_backbone`.
+    """
+    create, read = timm.create_model, []
+
+    def from_file(name: str, pretrained: bool = False, **settings: Any) -> Any:
+        network: Any = create(name, pretrained=False, **settings)
+        if pretrained:
+            source = load_backbone(backbone, weights, tuple(stages))
+            network.load_state_dict(source.network.state_dict())
+            read.append(str(source.weights_sha256))
+        return network
+
+    with patch.object(timm, "create_model", from_file):
+        yield read
+
+
+def read_teacher(path: Path) -> Any:
+    """The tensors of EfficientAD's teacher; CheckpointError naming the file where it cannot be read."""
+    with naming(path):
+        return read_file(path)[0]
+
 
 SAVE_EVERY = timedelta(minutes=4)
 LAST = "last"

@@ -1,4 +1,4 @@
-"""A fitted detector that scores pictures, kept on disk under what determines it."""
+"""Fitted detectors of anomalib that score pictures, kept on disk under what determines them, and compared."""
 
 import hashlib
 import importlib.util
@@ -15,9 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.benchmarks.looks import Box, Look
-from mdps.benchmarks.peers.options import PeerOptions
-from mdps.benchmarks.peers.recipes import PEERS, settings_of
+from mdps.benchmarks.data.samples import Box, Category
+from mdps.benchmarks.evaluate import evaluate
+from mdps.benchmarks.evaluate.predictions import Prediction
+from mdps.benchmarks.evaluate.report import metric_cells
+from mdps.benchmarks.evaluate.results import METRICS
+from mdps.benchmarks.kit import Say, table, write_report
+from mdps.benchmarks.options import PeerOptions
+from mdps.benchmarks.peers import PEERS, PeerSkippedError, settings_of
 from mdps.runtime.atomic import new_folder, write_text
 from mdps.runtime.errors import ImageError, UsageError, require
 from mdps.runtime.preprocessing import Preprocessing, read_image
@@ -25,7 +30,7 @@ from mdps.runtime.versions import versions
 
 
 class Split(Protocol):
-    """What is read of a `datasets.Category`."""
+    """The part of a `Category` that is read."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +40,7 @@ class Split(Protocol):
     def validation(self) -> tuple[Path, ...]: ...
 
 
-class PeerJudge:
+class PeerPredictor:
     """Scores pictures with anomalib's un-normalised `pred_score` and `anomaly_map`, one at a time.
 
     Maps are float32 [h, w] in the size the pictures were resized to.
@@ -66,18 +71,18 @@ class PeerJudge:
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
         """(anomaly score, map [h, w]) of each picture in order; ImageError naming a file that cannot be read."""
         for path in paths:
-            look = self._look(path)
-            yield look.score, look.anomaly_map
+            prediction = self._prediction(path)
+            yield prediction.score, prediction.anomaly_map
 
-    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
         """The same with the time from the decoded picture to the map; a sentence for a file that cannot be read."""
         for path in paths:
             try:
-                yield self._look(path)
+                yield self._prediction(path)
             except ImageError as error:
                 yield str(error)
 
-    def _look(self, path: Path) -> Look:
+    def _prediction(self, path: Path) -> Prediction:
         import torch
 
         picture = read_image(path)
@@ -88,10 +93,10 @@ class PeerJudge:
         anomaly_map: NDArray[np.float32] = found.anomaly_map.float().cpu().numpy()
         score = float(found.pred_score.reshape(()))
         ms = (time.perf_counter() - start) * 1000
-        return Look(score, anomaly_map.reshape(anomaly_map.shape[-2:]), ms)
+        return Prediction(score, anomaly_map.reshape(anomaly_map.shape[-2:]), ms)
 
 
-def peer_judge(name: str, category: Split, *, work: Path, **options: Any) -> PeerJudge:
+def peer_predictor(name: str, category: Split, *, work: Path, **options: Any) -> PeerPredictor:
     """The detector `name` of PEERS, fitted to `category.train`, or read back from `work` where it was fitted before.
 
     `options` are the fields of `PeerOptions`. Raises UsageError for an unknown name or where anomalib is missing,
@@ -121,7 +126,7 @@ def _settled(options: PeerOptions) -> PeerOptions:
 
 def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any]:
     """All that a fit depends on. PeerSkippedError as from `settings_of`."""
-    from mdps.benchmarks.peers.weights import sha256_of
+    from mdps.benchmarks.peers.fitting import sha256_of
 
     files = [path for path in (options.backbone_weights, options.teacher) if path is not None and path.is_file()]
     recipe = PEERS[name]
@@ -145,7 +150,7 @@ def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any
 
 def _digest(paths: Sequence[Path]) -> str:
     """Of the files' bytes in their order."""
-    from mdps.benchmarks.peers.weights import sha256_of
+    from mdps.benchmarks.peers.fitting import sha256_of
 
     return hashlib.sha256("".join(sha256_of(path) for path in paths).encode()).hexdigest()
 
@@ -153,8 +158,7 @@ def _digest(paths: Sequence[Path]) -> str:
 def _fit(name: str, category: Split, options: PeerOptions, identity: Mapping[str, Any], folder: Path) -> None:
     import torch
 
-    from mdps.benchmarks.peers.fitting import build, fit, quiet
-    from mdps.benchmarks.peers.weights import sha256_of
+    from mdps.benchmarks.peers.fitting import build, fit, quiet, sha256_of
 
     require(bool(category.train), f"{category.name} has no training images: {name} cannot be fitted")
     scratch = folder.with_name(f"{folder.name}.unfinished")
@@ -172,7 +176,7 @@ def _fit(name: str, category: Split, options: PeerOptions, identity: Mapping[str
     shutil.rmtree(scratch)
 
 
-def _open(name: str, options: PeerOptions, folder: Path) -> PeerJudge:
+def _open(name: str, options: PeerOptions, folder: Path) -> PeerPredictor:
     import torch
 
     from mdps.benchmarks.peers.fitting import build, quiet
@@ -180,4 +184,78 @@ def _open(name: str, options: PeerOptions, folder: Path) -> PeerJudge:
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         module, _ = build(name, options, Path(scratch))
     module.load_state_dict(torch.load(folder / "fitted.pt", map_location="cpu", weights_only=True))
-    return PeerJudge(name, module, options, json.loads((folder / "fitted.json").read_text(encoding="utf-8")))
+    return PeerPredictor(name, module, options, json.loads((folder / "fitted.json").read_text(encoding="utf-8")))
+
+
+FITTED = "fitted"
+
+Row = dict[str, Any]
+"""`judge`, `category`, and what `Evaluation.to_json` gives, or `skipped` with the reason."""
+
+
+def compare(
+    names: Sequence[str],
+    categories: Sequence[Category],
+    out: Path,
+    *,
+    every: int = 1,
+    largest: int | None = 256,
+    say: Say = print,
+    **options: Any,
+) -> list[Row]:
+    """Fit and evaluate each of `names` on each category; `options` are the fields of `PeerOptions`.
+
+    Leaves in `out`: peers.json and peers.md (kept up to date after every row), a folder NAME/CATEGORY with what
+    `mdps evaluate` writes, and fitted/, from which an interrupted comparison goes on. Raises as `peer_predictor`, but
+    for PeerSkippedError, which becomes a row.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    require(not unknown, f"there is no peer {', '.join(unknown)}: choose among {', '.join(PEERS)}")
+    require(bool(names), f"no peer is named: choose among {', '.join(PEERS)}")
+    rows: list[Row] = []
+    for name in names:
+        for category in categories:
+            say(f"{category.name}: {PEERS[name].title}")
+            row = _row(name, category, out, every, largest, options)
+            say(f"{category.name}: {PEERS[name].title}: {row.get('skipped') or _summary(row)}")
+            rows.append(row)
+            write_report(out, "peers", rows, markdown(rows))
+    return rows
+
+
+def _row(name: str, category: Category, out: Path, every: int, largest: int | None, options: Mapping[str, Any]) -> Row:
+    head = {"judge": PEERS[name].title, "category": category.name}
+    try:
+        predictor = peer_predictor(name, category, work=out / FITTED, **options)
+    except PeerSkippedError as error:
+        return {**head, "skipped": str(error)}
+    found = evaluate(predictor, category, out=out / name / category.name, largest=largest, every=every)
+    return {**head, **found.to_json()}
+
+
+def _summary(row: Row) -> str:
+    return ", ".join(f"{name} {row[name]:.4f}" for name in ("image_auroc", "pixel_auroc") if row[name] is not None)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of the metrics, the budget of each fit, and who was skipped."""
+    fitted = [_cells(row) for row in rows if "skipped" not in row]
+    shown = table(["judge", "category", "images", *METRICS, "fitted"], fitted, left=(0, 1, -1))
+    return "\n\n".join([shown, *_notes(rows)]) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    return [row["judge"], row["category"], str(row["images"]), *metric_cells(row), fitted(row["provenance"])]
+
+
+def fitted(provenance: Mapping[str, Any]) -> str:
+    """How long a detector was fitted, for people."""
+    text = f"{provenance['train_images']} images, {provenance['fit_seconds']:.0f} s"
+    return f"{text}, {provenance['steps']} steps" if "steps" in provenance else f"{text}, one pass"
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    yield from (f"Skipped {row['judge']} on {row['category']}: {row['skipped']}" for row in rows if "skipped" in row)
+    yield from (
+        f"{row['judge']} on {row['category']}: {problem}" for row in rows for problem in row.get("problems", ())
+    )

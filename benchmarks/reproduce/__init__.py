@@ -1,26 +1,77 @@
-"""One table of the paper over whatever categories are present."""
+"""One table of the paper over whatever categories are present: `mdps reproduce`."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mdps.benchmarks.ablation import Difference, compare, differences_table
-from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data.samples import Category
+from mdps.benchmarks.kit import Fields, Say, given, quiet, write_report
 from mdps.benchmarks.options import ReproduceOptions
 from mdps.benchmarks.peers import PEERS
-from mdps.benchmarks.reproduce.bundles import Bundles, plain
-from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
-from mdps.benchmarks.reproduce.outcomes import Outcome
-from mdps.benchmarks.reproduce.paper import method_label, paper_table
-from mdps.benchmarks.reproduce.plots import plot
-from mdps.benchmarks.reproduce.report import measured_table, published_table
-from mdps.benchmarks.reproduce.rows import Row, averages, published_rows
-from mdps.benchmarks.reproduce.runner import Runner
-from mdps.benchmarks.reproduce.variants import OWN_METHODS, SAMPLES, TABLES, Variant, variants
-from mdps.runtime.atomic import write_bytes, write_text
+from mdps.benchmarks.peers.predict import peer_predictor
+from mdps.benchmarks.reproduce.paper import OWN_METHODS, SAMPLES, TABLES, method_label, paper_table, variants
+from mdps.benchmarks.reproduce.tables import (
+    Difference,
+    Row,
+    averages,
+    compare,
+    differences_table,
+    measured_table,
+    plot,
+    published_rows,
+    published_table,
+)
+from mdps.benchmarks.study import LAST, Bundles, Runner, Variant, plain_name
+from mdps.benchmarks.study.outcomes import Outcome
+from mdps.runtime.atomic import new_folder
+from mdps.runtime.atomic import write_bytes as write_bytes
+from mdps.runtime.atomic import write_text as write_text
 from mdps.runtime.errors import UsageError, require
+from mdps.runtime.manifest import Manifest
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt")
+_RUN_FILE = "denoiser.safetensors"  # what `mdps train` leaves in its run folder
+
+
+def checkpoint_of(ckpt: Path, category: str) -> Path | None:
+    """The checkpoint of a category, or None where the folder `ckpt` has none for it.
+
+    A folder holds `<category>.safetensors` (or another format's suffix) or run folders
+    `<category>/denoiser.safetensors`; a run folder itself and a diffusers model count as one checkpoint. Raises
+    UsageError where nothing is at `ckpt`.
+    """
+    if not ckpt.exists():
+        raise UsageError(f"there is no checkpoint or folder of checkpoints {ckpt}: give --ckpt what `mdps train` left")
+    if ckpt.is_file() or _is_diffusers(ckpt):
+        return ckpt
+    if (ckpt / _RUN_FILE).is_file():
+        return ckpt / _RUN_FILE
+    return next((path for path in map(_checkpoint, _of_category(ckpt, category)) if path is not None), None)
+
+
+def _is_diffusers(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "model_index.json").is_file()
+
+
+def _of_category(folder: Path, category: str) -> list[Path]:
+    """Return what is named after the category, its exact name before another spelling of it."""
+    named = [path for path in sorted(folder.iterdir()) if plain_name(_stem(path)) == plain_name(category)]
+    return sorted(named, key=lambda path: _stem(path) != category)
+
+
+def _stem(path: Path) -> str:
+    return path.stem if path.suffix in _SUFFIXES else path.name
+
+
+def _checkpoint(path: Path) -> Path | None:
+    if path.is_file():
+        return path if path.suffix in _SUFFIXES else None
+    if _is_diffusers(path):
+        return path
+    return path / _RUN_FILE if (path / _RUN_FILE).is_file() else None
+
 
 FIGURES = {
     "ablation": "Ablation of guidance, mask, metric and number of samples (the paper's figure prints no numbers)",
@@ -28,18 +79,8 @@ FIGURES = {
 }
 
 
-def _variants(options: ReproduceOptions) -> tuple[Variant, ...]:
-    """Return the rows that our sampler makes; UsageError for an unknown table."""
-    require(options.table in TABLES, f"there is no table {options.table!r}; there are {', '.join(TABLES)}")
-    for name in options.peers:
-        require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
-    samples = SAMPLES.get(options.table, (1,)) if options.samples is None else options.samples
-    methods = OWN_METHODS.get(options.table, ()) if options.methods is None else options.methods
-    return variants(options.table, samples, methods, options.scales)
-
-
 @dataclass(frozen=True)
-class Reproduction:
+class Reproduction(Fields):
     """Rows of a table, measured and published, the differences of the ablation, and what was asked for."""
 
     table: str
@@ -54,17 +95,6 @@ class Reproduction:
         """The rows that were measured here."""
         return tuple(row for row in self.rows if row.kind == "measured")
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "table": self.table,
-            "caption": self.caption,
-            "settings": self.settings,
-            "rows": [row.to_json() for row in self.rows],
-            "differences": [one.to_json() for one in self.differences],
-            "notes": list(self.notes),
-        }
-
     def markdown(self) -> str:
         """The tables for people."""
         heading = f"# {'Table ' if self.table.isdigit() else ''}{self.table}: {self.caption}"
@@ -78,9 +108,7 @@ class Reproduction:
         return "\n\n".join(parts) + "\n"
 
 
-def reproduce(
-    dataset: Path, ckpt: Path, out: Path, options: ReproduceOptions, say: Callable[[str], None] = lambda _: None
-) -> Reproduction:
+def reproduce(dataset: Path, ckpt: Path, out: Path, options: ReproduceOptions, say: Say = quiet) -> Reproduction:
     """Measures a table on the categories in `dataset` and writes reproduce.json, .md and .png into `out`.
 
     `ckpt` is one checkpoint or a folder with one a category. A run that was stopped goes on where it was: what `out`
@@ -92,13 +120,22 @@ def reproduce(
     rows = [row for category in categories for row in job.rows(category, checkpoint_of(ckpt, category.name))]
     require(bool(rows), f"{ckpt} has no checkpoint for {', '.join(category.name for category in categories)}")
     found = job.finished(rows, [category.name for category in categories])
-    write_text(out / "reproduce.json", json.dumps(found.to_json(), indent=1) + "\n")
-    write_text(out / "reproduce.md", found.markdown())
-    write_bytes(out / "reproduce.png", plot(found.table, found.measured))
+    write_report(out, "reproduce", found.to_json(), found.markdown(), plot(found.table, found.measured))
     return found
 
 
-def _runner(out: Path, options: ReproduceOptions, say: Callable[[str], None]) -> Runner:
+def _variants(options: ReproduceOptions) -> tuple[Variant, ...]:
+    """Return the rows that our sampler makes; UsageError for an unknown table or peer."""
+    table = options.table
+    require(table in TABLES, f"there is no table {table!r}; there are {', '.join(TABLES)}")
+    for name in options.peers:
+        require(name in PEERS, f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    samples = SAMPLES.get(table, (1,)) if options.samples is None else options.samples
+    methods = OWN_METHODS.get(table, ()) if options.methods is None else options.methods
+    return variants(table, samples, methods, options.scales)
+
+
+def _runner(out: Path, options: ReproduceOptions, say: Say) -> Runner:
     out.mkdir(parents=True, exist_ok=True)
     return Runner(
         work=out,
@@ -110,6 +147,17 @@ def _runner(out: Path, options: ReproduceOptions, say: Callable[[str], None]) ->
         batch=options.batch,
         say=say,
     )
+
+
+def run_peer(runner: Runner, name: str, category: Category, size: tuple[int, int], options: dict[str, Any]) -> Outcome:
+    """Return the outcome of a detector of anomalib on pictures resized to `size` (H, W); raises as `peer_predictor`."""
+    folder = runner.place(category, ["peer", name, size, options])
+    if not folder.is_dir():
+        runner.say(f"{category.name}: {name}")
+        predictor = peer_predictor(name, category, work=runner.work / "peers", size=size, **options)
+        with new_folder(folder) as new:
+            runner.evaluate(predictor, category, new, LAST)
+    return Outcome.load(folder, LAST)
 
 
 def _chosen(categories: Sequence[Category], names: Sequence[str]) -> list[Category]:
@@ -148,25 +196,25 @@ class _Job:
         paper = self._paper
         rows = [*rows, *averages(rows, paper)]
         published = [] if paper is None else published_rows(paper, names, rows, self._reasons)
-        settings = {key: value for key, value in plain(self._options).items() if value is not None}
         return Reproduction(
             table=self._options.table,
             caption=FIGURES[self._options.table] if paper is None else paper.caption,
             rows=(*rows, *published),
             differences=tuple(self._differences),
             notes=tuple(dict.fromkeys(self._notes)),
-            settings=settings,
+            settings=given(self._options),
         )
 
     def _peer(self, name: str, category: Category, checkpoint: Path) -> Iterator[Row]:
         options = self._options
-        size = self._runner.network_size(category, checkpoint)
+        bundle = self._runner.bundles.get(checkpoint, category.name, {})
+        size = Manifest.read(bundle).preprocessing.network_size
         fit = {"minutes": options.peer_minutes, "textures": options.textures, "device": options.device}
         for shared in ("seed", "backbone", "backbone_weights"):  # the same features where both take some
             if options.choices.get(shared) is not None:
                 fit[shared] = options.choices[shared]
         try:
-            outcome = self._runner.run_peer(name, category, size, fit)
+            outcome = run_peer(self._runner, name, category, size, fit)
         except UsageError as error:  # it lacks something here: anomalib, a folder, a larger image
             self._reasons[name] = str(error)
             self._notes.append(f"{method_label(name)} did not run on {category.name}: {error}")

@@ -1,12 +1,18 @@
-"""What a table of the reproduction says: a row for each category and method, measured or as the paper printed it."""
+"""Rows of a table of the paper, measured and published, paired differences of the ablation, their tables and plots."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from mdps.benchmarks.kit import Fields, figure_png, table
+from mdps.benchmarks.metrics.bootstrap import Interval
 from mdps.benchmarks.reproduce.paper import AVERAGE, PaperTable, method_label
+from mdps.benchmarks.study.outcomes import AUROCS, Outcome, differences_json, percent, points, whiskers, with_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Methods of the paper's tables for which no library exists that somebody maintains.
 NO_LIBRARY = ("ran", "uniad", "anogan", "anoseg", "vt_adl", "pyramidflow")
@@ -14,7 +20,7 @@ ABSENT = "not all of these categories are in the data set"
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Fields):
     """One method on one category; "average" is the mean over the measured ones.
 
     `metrics`, `intervals` (95 %, bootstrap over the images) and `paper` hold shares of 1 under the names of
@@ -32,27 +38,6 @@ class Row:
     reason: str = ""
     problems: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; a metric that is undefined there (no defective pixel, say) is null."""
-        return {
-            "category": self.category,
-            "method": self.method,
-            "label": self.label,
-            "kind": self.kind,
-            "images": self.images,
-            "metrics": {name: finite(value) for name, value in self.metrics.items()},
-            "intervals": {name: [finite(low), finite(high)] for name, (low, high) in self.intervals.items()},
-            "paper": self.paper,
-            "reason": self.reason,
-            "problems": list(self.problems),
-            "provenance": self.provenance,
-        }
-
-
-def finite(value: float) -> float | None:
-    """The value, or None where it is no number: JSON has no NaN."""
-    return value if math.isfinite(value) else None
 
 
 def averages(rows: Sequence[Row], paper: PaperTable | None) -> list[Row]:
@@ -123,3 +108,201 @@ def _published(paper: PaperTable, category: str, method: str, reason: str) -> Ro
     return Row(
         category, method, method_label(method), "published", paper=paper.published(category, method), reason=reason
     )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`better` minus `worse`, methods of the table "ablation"; `at_least` is what the pixel AUROC must gain, if any."""
+
+    name: str
+    better: str
+    worse: str
+    at_least: float | None = None
+
+
+COMPARISONS = (
+    Comparison("guidance, first pass", "no_mask", "vanilla", at_least=0.003),
+    Comparison("guidance, both passes", "full", "no_posterior"),
+    Comparison("mask pass against none", "full", "no_mask"),
+    Comparison("both metrics against pixels alone", "full", "pixel_only"),
+    Comparison("both metrics against features alone", "full", "perceptual_only"),
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences of a comparison on one category: {"image_auroc", "pixel_auroc"} differences with 95 % intervals."""
+
+    category: str
+    comparison: Comparison
+    found: Mapping[str, Interval]
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the pixel AUROC gains what it must; None where nothing is asked or measured."""
+        pixel = self.found.get("pixel_auroc")
+        if self.comparison.at_least is None or pixel is None:
+            return None
+        return pixel.value >= self.comparison.at_least
+
+    def to_json(self) -> dict[str, Any]:
+        """The names compared, and for each AUROC its difference and interval."""
+        own = self.comparison
+        return {
+            "category": self.category,
+            "comparison": own.name,
+            "better": own.better,
+            "worse": own.worse,
+            "at_least": own.at_least,
+            "holds": self.holds,
+            **differences_json(self.found),
+        }
+
+
+def compare(category: str, outcomes: Mapping[str, Outcome]) -> list[Difference]:
+    """All comparisons whose two methods are in `outcomes` ({method: outcome} on the same images of one category)."""
+    counts = sorted(int(method.removeprefix("mdps_")) for method in outcomes if method.startswith("mdps_"))
+    more = [Comparison(f"N_s = {count} against 1", f"mdps_{count}", "full") for count in counts]
+    return [
+        Difference(category, one, outcomes[one.better].minus(outcomes[one.worse]))
+        for one in (*COMPARISONS, *more)
+        if one.better in outcomes and one.worse in outcomes
+    ]
+
+
+def differences_table(differences: list[Difference]) -> str:
+    """Markdown: a line a comparison, differences of AUROC in points of per cent with their 95 % intervals."""
+    head = ["category", "comparison", "image AUROC, points", "pixel AUROC, points", "asked"]
+    lines = [
+        [one.category, one.comparison.name, *(points(one.found.get(name)) for name in AUROCS), _asked(one)]
+        for one in differences
+    ]
+    return table(head, lines, left=(0, 1, -1))
+
+
+def _asked(one: Difference) -> str:
+    if one.comparison.at_least is None:
+        return ""
+    verdict = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}[one.holds]
+    return f"pixel at least {100 * one.comparison.at_least:+.2f}: {verdict}"
+
+
+ALSO = {"aupro_0.30": "AUPRO 0.30 %", "image_ap": "image AP %", "pixel_ap": "pixel AP %"}
+
+
+def measured_table(rows: Sequence[Row], timed: bool) -> str:
+    """A line a measured row: ours with its 95 % interval, the paper's beside it."""
+    measured = [row for row in rows if row.kind == "measured"]
+    if not measured:
+        return "Nothing of this table could be measured here."
+    beside = not timed and any(row.paper for row in measured)
+    head = ["category", "method", *_pairs(timed, beside), *ALSO.values(), "ms an image", "images"]
+    lines = []
+    for row in measured:
+        cells = [row.category, row.label]
+        for metric in AUROCS:
+            cells.append(with_interval(row, metric))
+            if beside:
+                cells.append(percent(row.paper.get(metric)))
+        if timed:
+            cells.append(seconds(row))
+        cells += [percent(row.metrics.get(name)) for name in ALSO]
+        lines.append([*cells, _ms(row.metrics.get("ms_per_image")), str(row.images)])
+    return table(head, lines, left=(0, 1))
+
+
+def published_table(rows: Sequence[Row]) -> str:
+    """The paper's numbers that nothing was measured for: a line a category, a column a method; then the reasons."""
+    published = [row for row in rows if row.kind == "published"]
+    methods = list(dict.fromkeys(row.method for row in published))
+    labels = {row.method: row.label for row in published}
+    lines = []
+    cells = {(row.category, row.method): row for row in published}
+    for category in dict.fromkeys(row.category for row in published):
+        found = [cells.get((category, method)) for method in methods]
+        lines.append([category, *("measured" if row is None else printed(row) for row in found)])
+    reasons = dict.fromkeys(f"- {row.label}: {row.reason}" for row in published if row.reason != ABSENT)
+    shown = table(["category", *(labels[method] for method in methods)], lines)
+    return "\n\n".join([shown, "\n".join(reasons)]).rstrip()
+
+
+def printed(row: Row) -> str:
+    """Return the paper's cell: image / pixel AUROC in per cent, or a time."""
+    if "seconds_from" in row.paper:
+        return seconds(row)
+    return " / ".join(percent(row.paper.get(metric)) for metric in AUROCS)
+
+
+def seconds(row: Row) -> str:
+    """The paper's time, a range where it prints one."""
+    low, high = row.paper.get("seconds_from"), row.paper.get("seconds_to")
+    if low is None or high is None:
+        return ""
+    return f"{low:g} s" if low == high else f"{low:g} to {high:g} s"
+
+
+def _pairs(timed: bool, beside: bool) -> list[str]:
+    columns = [name for label in AUROCS.values() for name in ((label, "paper") if beside else (label,))]
+    return [*columns, "paper's time"] if timed else columns
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+NUMBERED = {"5": ("mdps_", "posterior samples N_s"), "rho": ("rho_", "guidance scale rho")}
+
+
+def plot(table: str, rows: Sequence[Row]) -> bytes:
+    """A PNG with a panel for image and one for pixel AUROC of the measured rows; hollow marks are the paper's."""
+    from matplotlib.figure import Figure
+
+    several = len({row.category for row in rows if row.category != AVERAGE}) > 1
+    shown = [row for row in rows if several or row.category != AVERAGE]
+    lines = table in NUMBERED
+    figure = Figure(figsize=(10, 4 if lines else 1.4 + 0.26 * len(shown)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=not lines)
+    for axes, metric in zip(panels, AUROCS, strict=True):
+        if lines:
+            _curves(axes, shown, metric, *NUMBERED[table])
+        else:
+            _dots(axes, shown, metric)
+    panels[0].plot([], [], "k", marker="o", linestyle="none", label="here, 95 % interval")
+    panels[0].plot([], [], "k", marker="o", mfc="none", linestyle="none", label="paper")
+    panels[0].legend(fontsize=8)
+    return figure_png(figure)
+
+
+def _dots(axes: "Axes", rows: Sequence[Row], metric: str) -> None:
+    names = [f"{row.category}: {row.label}" for row in rows]
+    places = [len(rows) - 1 - index for index in range(len(rows))]
+    axes.errorbar([_value(row, metric) for row in rows], places, xerr=whiskers(rows, metric), fmt="o", capsize=2)
+    axes.plot([_paper(row, metric) for row in rows], places, "o", mfc="none", color="black")
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_xlim(right=100.5)
+    axes.set_xlabel(AUROCS[metric])
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _curves(axes: "Axes", rows: Sequence[Row], metric: str, prefix: str, label: str) -> None:
+    for category in dict.fromkeys(row.category for row in rows):
+        own = [row for row in rows if row.category == category and row.method.startswith(prefix)]
+        numbers = [float(row.method.removeprefix(prefix)) for row in own]
+        values = [_value(row, metric) for row in own]
+        drawn = axes.errorbar(numbers, values, yerr=whiskers(own, metric), fmt="o-", capsize=2, label=category)
+        colour = drawn.lines[0].get_color()
+        axes.plot(numbers, [_paper(row, metric) for row in own], "o--", mfc="none", color=colour)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xticks(sorted({float(row.method.removeprefix(prefix)) for row in rows if row.method.startswith(prefix)}))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel(label)
+    axes.set_ylabel(AUROCS[metric])
+    axes.grid(alpha=0.3)
+
+
+def _value(row: Row, metric: str) -> float:
+    return 100 * row.metrics.get(metric, math.nan)
+
+
+def _paper(row: Row, metric: str) -> float:
+    return 100 * row.paper.get(metric, math.nan)

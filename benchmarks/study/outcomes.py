@@ -1,18 +1,28 @@
-"""What one run said of one category, kept as files so that no run is made twice."""
+"""Results of one run on one category, kept as files so that no run is made twice; its first pass alone as well."""
 
 import json
 import math
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from mdps.benchmarks.bootstrap import ImageScores, Interval, bootstrap, bootstrap_difference
-from mdps.benchmarks.evaluate import Evaluation, finite
-from mdps.benchmarks.streaming import PixelCounts
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.benchmarks.data.samples import Box
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
+from mdps.benchmarks.evaluate.predictions import Prediction
+from mdps.benchmarks.evaluate.results import Evaluation, finite
+from mdps.benchmarks.kit import write_arrays
+from mdps.benchmarks.metrics.bootstrap import ImageScores, Interval, bootstrap, bootstrap_difference
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.runtime.atomic import write_text
 from mdps.runtime.errors import UsageError
+from mdps.runtime.pipeline import Inspection
 
-AUROCS = ("image_auroc", "pixel_auroc")
+AUROCS = {"image_auroc": "image AUROC %", "pixel_auroc": "pixel AUROC %"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Outcome:
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> Self:
-        """What is kept of an evaluation."""
+        """Keep an evaluation without its pictures."""
         judged = [(row.defective, row.score) for row in evaluation.rows if row.score is not None]
         return cls(
             images=evaluation.images,
@@ -59,7 +69,7 @@ class Outcome:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
-        """What `save` wrote; UsageError where a file is damaged."""
+        """Read what `save` wrote; UsageError where a file is damaged."""
         path = folder / f"{name}.json"
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -91,3 +101,120 @@ class Outcome:
 
     def _resampled(self, name: str) -> ImageScores | PixelCounts:
         return self.counts if name == "pixel_auroc" else ImageScores(self.labels, self.scores)
+
+
+class Measured(Protocol):
+    """A row with AUROCs and their intervals."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def intervals(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+def percent(value: float | None) -> str:
+    """Return a share of 1 in per cent with two digits; empty for nothing."""
+    return "" if value is None or not math.isfinite(value) else f"{100 * value:.2f}"
+
+
+def with_interval(row: Measured, metric: str) -> str:
+    """Return a metric in per cent with its interval, where there are such."""
+    low, high = row.intervals.get(metric, (math.nan, math.nan))
+    text = percent(row.metrics.get(metric))
+    return f"{text} ({percent(low)} to {percent(high)})" if math.isfinite(low) and math.isfinite(high) else text
+
+
+def whiskers(rows: Sequence[Measured], metric: str) -> list[list[float]]:
+    """Return the lengths below and above the values in per cent, [2, n]; nothing where there is no interval."""
+    lows, highs = [], []
+    for row in rows:
+        value = row.metrics.get(metric, math.nan)
+        low, high = row.intervals.get(metric, (value, value))
+        lows.append(100 * max(0.0, value - low))
+        highs.append(100 * max(0.0, high - value))
+    return [lows, highs]
+
+
+def points(interval: Interval | None) -> str:
+    """Return a difference of AUROCs in points of per cent, with its interval."""
+    if interval is None:
+        return "undefined"
+    return f"{100 * interval.value:+.2f} ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})"
+
+
+def differences_json(found: Mapping[str, Interval]) -> dict[str, Any]:
+    """Return differences with their intervals as JSON values."""
+    return {name: {"difference": i.value, "low": i.low, "high": i.high} for name, i in found.items()}
+
+
+class TwoPassPredictor(BundlePredictor):
+    """A bundle's predictor that also remembers what its first pass said of every picture."""
+
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        """Predict; what the first pass said is in `first`, in the same order."""
+        self.first: list[Prediction | str] = []
+        told: deque[tuple[float, NDArray[np.float32]]] = deque()
+        self.watch(lambda found: told.extend(_each(found)))
+        for prediction in super().predictions(paths):
+            self.first.append(prediction if isinstance(prediction, str) else _first(prediction, *told.popleft()))
+            yield prediction
+
+
+class Mapped(TwoPassPredictor):
+    """Remembers the maps of both passes, for whoever compares maps of several runs."""
+
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        """Predict; the last pass's maps are in `last` afterwards, None for a picture that could not be judged."""
+        self.last: list[NDArray[np.float32] | None] = []
+        for prediction in super().predictions(paths):
+            self.last.append(None if isinstance(prediction, str) else prediction.anomaly_map)
+            yield prediction
+
+    def save(self, path: Path) -> None:
+        """Writes `last` and `first`, [n, h, w] each, NaN where there is none, into one compressed npz file."""
+        first = [None if isinstance(prediction, str) else prediction.anomaly_map for prediction in self.first]
+        write_arrays(path, last=_stacked(self.last), first=_stacked(first))
+
+
+class Remembered:
+    """A predictor that repeats `predictions` in their order; `like` says what the maps show."""
+
+    threshold: float | None = None
+
+    def __init__(self, like: BundlePredictor, predictions: Sequence[Prediction | str]) -> None:
+        self.name, self.crop, self.notes = f"{like.name}, first pass", like.crop, like.notes
+        self.provenance = dict(like.provenance) | {"pass": "first"}
+        self._like, self._predictions = like, predictions
+
+    def covered(self, size: tuple[int, int]) -> Box:
+        """Return the box that the bundle's predictor covers."""
+        return self._like.covered(size)
+
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        """The predictions, one for each path."""
+        return (prediction for prediction, _ in zip(self._predictions, paths, strict=True))
+
+    def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
+        """Score and map of the pictures that could be judged."""
+        return (
+            (prediction.score, prediction.anomaly_map)
+            for prediction in self.predictions(paths)
+            if not isinstance(prediction, str)
+        )
+
+
+def _stacked(maps: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
+    blank = np.full_like(next(one for one in maps if one is not None), np.nan)
+    return np.stack([blank if one is None else one for one in maps])
+
+
+def _each(found: Inspection) -> Iterator[tuple[float, NDArray[np.float32]]]:
+    return zip(map(float, found.first_score), found.first_map[:, 0], strict=True)
+
+
+def _first(prediction: Prediction, score: float, anomaly_map: NDArray[np.float32]) -> Prediction:
+    """Return the first pass's score and map, cut as `prediction`'s was; the time of one pass was not measured alone."""
+    (height, width), (whole_height, whole_width) = prediction.anomaly_map.shape, anomaly_map.shape
+    top, left = (whole_height - height) // 2, (whole_width - width) // 2
+    cut = anomaly_map[top : top + height, left : left + width]
+    return replace(prediction, score=score, anomaly_map=cut, ms=math.nan, reconstruction=None)

@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mdps.benchmarks.kit import Fields, Say, figure_png, quiet, table, write_report
 from mdps.benchmarks.options import SweepOptions
-from mdps.benchmarks.reproduce.bundles import Bundles
-from mdps.benchmarks.sweep_data import TermStore, TestSet, load_test_set
-from mdps.benchmarks.sweep_terms import Array, Scoring, Terms, masks, scores
+from mdps.benchmarks.study import Bundles
+from mdps.benchmarks.study.terms import Array, Scoring, Terms, TermStore, TestSet, load_test_set, masks, scores
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import Settings, paper_settings
@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a setting found: image and pixel AUROC."""
+    """A setting with its image and pixel AUROC."""
 
     setting: Setting
     image_auroc: float
@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def merit(self) -> tuple[float, float]:
-        """What the choice goes by: the mean of both AUROCs, then the pixel one, as images are often all right."""
+        """The order of choice: the mean of both AUROCs, then the pixel one, as images are often all right."""
         return ((self.image_auroc + self.pixel_auroc) / 2, self.pixel_auroc)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Fields):
     """All trials on one data set, the best of those with both passes, and the default setting's."""
 
     trials: tuple[Trial, ...]
@@ -75,7 +75,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Confirmation:
+class Confirmation(Fields):
     """The setting chosen on one data set and the default one, on another."""
 
     category: str
@@ -84,35 +84,25 @@ class Confirmation:
     default: Trial
     provenance: dict[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        """Both trials and where they come from."""
-        return {
-            "category": self.category,
-            "images": self.images,
-            "chosen": self.chosen.to_json(),
-            "default": self.default.to_json(),
-            "provenance": self.provenance,
-        }
-
 
 def run_sweep(
-    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, second: tuple[Path, Path] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Sweep:  # fmt: skip
+    ckpt: Path,
+    dataset: Path,
+    out: Path,
+    options: SweepOptions,
+    second: tuple[Path, Path] | None = None,
+    say: Say = quiet,
+) -> Sweep:
     """Sweeps, confirms on `second` (data set, checkpoint) if given, and writes sweep.json, .md and .png into `out`."""
-    from mdps.benchmarks.sweep_report import write_report
-
     found = sweep(ckpt, dataset, out, options, say)
-    write_report(found, out)
+    _write(found, out)
     if second is not None:
         found = replace(found, confirmed=confirm(second[1], second[0], out, options, found, say))
-        write_report(found, out)
+        _write(found, out)
     return found
 
 
-def sweep(
-    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Callable[[str], None] = lambda _: None
-) -> Sweep:
+def sweep(ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Say = quiet) -> Sweep:
     """Tries all settings of `options` with the checkpoint on one category; terms are kept in `out` for another run.
 
     Raises UsageError for a data set of several categories without a choice, and as an export for the checkpoint.
@@ -136,7 +126,7 @@ def sweep(
 
 def confirm(
     ckpt: Path, dataset: Path, out: Path, options: SweepOptions, found: Sweep,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = quiet,
 ) -> Confirmation:  # fmt: skip
     """The chosen setting and the default, both passes, on another data set with its checkpoint; raises as `sweep`."""
     bench = Bench.open(ckpt, dataset, out, replace(options, category=None), say)
@@ -155,7 +145,7 @@ class Bench:
     provenance: dict[str, Any]
 
     @classmethod
-    def open(cls, ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Callable[[str], None]) -> "Bench":
+    def open(cls, ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Say) -> "Bench":
         """Exports where needed and reads the images; raises as `sweep`."""
         bundles = Bundles(out / "bundles", options.choices, say)
         name = options.category or dataset.name
@@ -169,7 +159,7 @@ class Bench:
 
     @property
     def default(self) -> Setting:
-        """What an export without options does, in the units of the sweep."""
+        """The settings of an export without options, in the units of the sweep."""
         size = (int(self.data.observations.shape[2]), int(self.data.observations.shape[3]))
         usual = paper_settings(size)
         score = usual.score
@@ -230,3 +220,98 @@ def _provenance(manifest: Manifest, data: TestSet, options: SweepOptions) -> dic
         "seed": manifest.settings.sampler.seed,
         "versions": dict(manifest.versions),
     }
+
+
+_SHOWN = 12  # of the first pass's weightings, the best
+PARAMETERS: dict[str, Callable[[Setting], float | None]] = {
+    "rho": lambda setting: setting.scale,
+    "eta": lambda setting: setting.scoring.eta,
+    "smoothing": lambda setting: setting.scoring.smoothing,
+    "top": lambda setting: setting.scoring.top,
+    "lambda": lambda setting: setting.mask_lambda,
+}
+
+
+def _write(found: Sweep, out: Path) -> None:
+    write_report(out, "sweep", found.to_json(), markdown(found), plot(found))
+
+
+def markdown(sweep: Sweep) -> str:
+    """The chosen and the default setting, all masked passes, and the best weightings of the first pass."""
+    provenance = sweep.provenance
+    heading = [
+        f"# Sweep on {provenance['category']}, {sweep.images} test images",
+        f"`{provenance['command']}`" if provenance["command"] else "",
+        f"Checkpoint {provenance['checkpoint']['name']}, sha256 {provenance['checkpoint']['sha256']}; seed "
+        f"{provenance['seed']}. Smoothing in pixels of a 64 x 64 image, top in pixels of a 256 x 256 map.",
+    ]
+    parts = [*filter(None, heading), _table([("chosen", sweep.chosen), ("default", sweep.default)])]
+    if sweep.confirmed is not None:
+        on = sweep.confirmed
+        parts += [
+            f"## The same on {on.category}, {on.images} test images",
+            _table([("chosen", on.chosen), ("default", on.default)]),
+        ]
+    ranked = sorted(sweep.masked, key=lambda trial: trial.merit, reverse=True)
+    parts += ["## Both passes", _table([("", trial) for trial in ranked])]
+    ranked = sorted(sweep.first, key=lambda trial: trial.merit, reverse=True)
+    parts += [
+        f"## First pass alone, the best {min(_SHOWN, len(ranked))} of {len(ranked)}",
+        _table([("", trial) for trial in ranked[:_SHOWN]]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(trials: Sequence[tuple[str, Trial]]) -> str:
+    lines = []
+    for name, trial in trials:
+        values = [_number(read(trial.setting)) for read in PARAMETERS.values()]
+        lines.append([name, *values, f"{100 * trial.image_auroc:.2f}", f"{100 * trial.pixel_auroc:.2f}"])
+    return table(["", *PARAMETERS, "image AUROC %", "pixel AUROC %"], lines)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def plot(sweep: Sweep) -> bytes:
+    """A PNG with a panel a parameter: the best over the other parameters, and the others as chosen, both AUROCs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.1 * len(PARAMETERS), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(PARAMETERS), sharey=True)
+    for axes, (name, read) in zip(panels, PARAMETERS.items(), strict=True):
+        trials = sweep.masked if name == "lambda" else sweep.first
+        free = {name} if name == "lambda" else {name, "lambda"}  # the first pass knows no lambda
+        for style, shown in (("-", _as_chosen(trials, sweep.chosen.setting, free)), (":", trials)):
+            best = _best_by(shown, read)
+            places = list(range(len(best)))
+            for metric, colour in (("image_auroc", "tab:blue"), ("pixel_auroc", "tab:orange")):
+                values = [100 * max(getattr(trial, metric) for trial in group) for group in best.values()]
+                axes.plot(places, values, style, marker="o", color=colour, markersize=4)
+            axes.set_xticks(places, [_number(value) for value in best])
+        axes.set_xlabel(f"{name}, both passes" if name == "lambda" else name)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("AUROC %")
+    panels[0].plot([], [], "-o", color="tab:blue", label="image")
+    panels[0].plot([], [], "-o", color="tab:orange", label="pixel")
+    panels[0].plot([], [], "k:", label="best of the others")
+    panels[0].legend(fontsize=7)
+    figure.suptitle(f"{sweep.provenance['category']}, {sweep.images} images; lines: the others as chosen", fontsize=9)
+    return figure_png(figure, dpi=110)
+
+
+def _as_chosen(trials: Sequence[Trial], chosen: Setting, free: set[str]) -> list[Trial]:
+    """The trials that differ from the chosen setting in the `free` parameters at most."""
+    others = [read for name, read in PARAMETERS.items() if name not in free]
+    return [trial for trial in trials if all(read(trial.setting) == read(chosen) for read in others)]
+
+
+def _best_by(trials: Sequence[Trial], read: Callable[[Setting], float | None]) -> dict[float, list[Trial]]:
+    """Trials by the value of a parameter, ascending."""
+    found: dict[float, list[Trial]] = {}
+    for trial in trials:
+        value = read(trial.setting)
+        if value is not None:
+            found.setdefault(value, []).append(trial)
+    return dict(sorted(found.items()))

@@ -1,5 +1,9 @@
-"""The two terms of the map (eqn. 20 of the paper) apart, so that one set of samples serves every weighting."""
+"""The two terms of the map (eqn. 20 of the paper) apart, so that one set of samples serves every weighting.
 
+Terms of a test set are drawn once and kept.
+"""
+
+import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +13,19 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter1d
 from tqdm import tqdm
 
-from mdps.benchmarks.reproduce.variants import Changes
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data.samples import Category, Sample, enlarged, truth_in_box
+from mdps.benchmarks.kit import digest, write_arrays
+from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.metrics.pixels import PixelMetrics
+from mdps.benchmarks.study import Changes
 from mdps.runtime.bundle import Bundle
+from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.graphs import SCORE
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import Pipeline
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.settings import gaussian_kernel, top_pixels
 
@@ -118,3 +129,80 @@ def _smooth(maps: Array, sigma: float) -> Array:
     for axis in (1, 2):  # "mirror" is what torch calls reflect
         maps = np.asarray(gaussian_filter1d(maps, sigma, axis=axis, mode="mirror", radius=radius), dtype=np.float32)
     return maps
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Test images of one category as the network sees them, [n, 3, H, W] in [-1, 1], with labels and true masks."""
+
+    name: str
+    observations: Array
+    labels: NDArray[np.bool_]
+    truths: tuple[NDArray[np.bool_] | None, ...]
+    key: str
+
+    def image_auroc(self, scores: Array) -> float:
+        """AUROC of scores [n]; UsageError where all images are good or all defective."""
+        return auroc(self.labels, scores)
+
+    def pixel_auroc(self, maps: Array) -> float:
+        """AUROC of maps [n, H, W], enlarged to the masks as an evaluation does; NaN without defective pixels."""
+        pixels = PixelMetrics()
+        for truth, anomaly_map in zip(self.truths, maps, strict=True):
+            if truth is not None:
+                pixels.add(truth, enlarged(anomaly_map, truth.shape))
+        return pixels.auroc()
+
+
+def load_test_set(
+    dataset: Path, category: str | None, preprocessing: Preprocessing, every: int, largest: int | None
+) -> TestSet:
+    """Every n-th test image of the category; UsageError where there are several and none is named."""
+    found = _category(dataset, category)
+    samples = found.test[::every]
+    return TestSet(
+        name=found.name,
+        observations=np.stack([preprocessing(sample.path) for sample in samples]),
+        labels=np.array([sample.defective for sample in samples]),
+        truths=tuple(_truth(sample, preprocessing, largest) for sample in samples),
+        key=digest([found.name, every, [sample.path.relative_to(found.root).as_posix() for sample in samples]]),
+    )
+
+
+def _truth(sample: Sample, preprocessing: Preprocessing, largest: int | None) -> NDArray[np.bool_] | None:
+    """Inside what the map shows; None for a defective image without a usable mask, which counts as an image only."""
+    try:
+        whole = sample.truth()
+    except ImageError:
+        return None
+    return truth_in_box(whole, preprocessing.covered_box((whole.shape[1], whole.shape[0])), largest)
+
+
+def _category(dataset: Path, name: str | None) -> Category:
+    categories = find_categories(dataset)
+    chosen = [category for category in categories if name in (None, category.name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(category.name for category in categories)
+    raise UsageError(f"a sweep is over one category, {dataset} has {names}: name one with --category")
+
+
+class TermStore:
+    """Terms of one bundle on one test set, by guidance scale and masks; drawn once and kept as files in `folder`."""
+
+    def __init__(self, folder: Path, bundle: Path, data: TestSet, threads: int | None) -> None:
+        self._folder, self._bundle, self._data, self._threads = folder, bundle, data, threads
+
+    def get(self, scale: float, masked: Array | None = None) -> Terms:
+        """Terms after the first pass, or after the second under masks [n, H, W]; raises as `draw`."""
+        path = self._folder / f"{self._key(scale, masked)}.npz"
+        if path.is_file():
+            with np.load(path) as arrays:
+                return Terms(arrays["features"], arrays["pixels"])
+        terms = draw(self._bundle, scale, self._data.observations, masked, self._threads)
+        write_arrays(path, features=terms.features, pixels=terms.pixels)
+        return terms
+
+    def _key(self, scale: float, masked: Array | None) -> str:
+        of_masks = "" if masked is None else hashlib.sha256(np.packbits(masked > 0).tobytes()).hexdigest()
+        return digest([self._bundle.name, self._data.key, scale, of_masks])

@@ -1,76 +1,160 @@
-"""The study: which gradients, steps, passes and precisions find how much in how many milliseconds."""
+"""`mdps trade`: what a millisecond buys. Gradients, steps, the mask pass and precision, weighed against time."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
 
-from mdps.benchmarks.bench.machine import machine_facts
-from mdps.benchmarks.datasets import Category
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from mdps.benchmarks.data.samples import Category
+from mdps.benchmarks.kit import Say, T, digest, given, measured_with, orders, quiet, write_report
 from mdps.benchmarks.options import PRECISIONS, TradeOptions
-from mdps.benchmarks.reproduce.bundles import plain
-from mdps.benchmarks.reproduce.outcomes import Outcome
-from mdps.benchmarks.reproduce.runner import FIRST, LAST, MAPS, Runner, settled
-from mdps.benchmarks.trade.agreement import agreement, load_maps
-from mdps.benchmarks.trade.choices import DDAD, EXACT, GRADIENTS, Choice, choices
-from mdps.benchmarks.trade.exits import Exits
-from mdps.benchmarks.trade.precision import PreciseBundles
-from mdps.benchmarks.trade.rows import Measured, Pair, Row, pairs, row_of
-from mdps.benchmarks.trade.timing import Clock, Times, Way, middle, steps_within
+from mdps.benchmarks.study import FIRST, LAST, MAPS, Runner, settled
+from mdps.benchmarks.study.outcomes import Outcome
+from mdps.benchmarks.trade.bundles import PreciseBundles
+from mdps.benchmarks.trade.report import markdown, plot
+from mdps.benchmarks.trade.rows import (
+    DDAD,
+    EXACT,
+    GRADIENTS,
+    Choice,
+    Exits,
+    Measured,
+    Trade,
+    agreement,
+    choices,
+    load_maps,
+    pairs,
+    row_of,
+)
+from mdps.runtime.atomic import write_text
 from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.detector import Detector
 from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.loading import choose_engine, open_pipeline
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.preprocessing import read_image
+from mdps.runtime.settings import EXIT_SHARES as EXIT_SHARES
 from mdps.runtime.settings import Settings
 
-T = TypeVar("T")
-Say = Callable[[str], None]
-PILOT_ROUNDS = 3
-
-
-def _scales(options: TradeOptions) -> dict[str, float]:
-    """Return the guidance scales of the gradients that do not take the bundle's own."""
-    free = {} if options.free_scale is None else {GRADIENTS[1]: options.free_scale}
-    return free | {DDAD: options.ddad_scale}
+Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Trade:
-    """What was found, the reference first."""
+class Way:
+    """A bundle and the settings it judges with, which its graphs can compute; `engine` where it is not the clock's."""
 
-    category: str
-    rows: tuple[Row, ...]
-    pairs: tuple[Pair, ...]
-    notes: tuple[str, ...]
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+    name: str
+    bundle: Path
+    settings: Settings
+    engine: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+
+@dataclass(frozen=True)
+class Clock:
+    """How to measure: `pictures` are the images of the rounds in turns; `engine` and `threads` as in `load`."""
+
+    pictures: Sequence[Path]
+    rounds: int
+    engine: str
+    threads: int | None
+
+    def kept(self, ways: Sequence[Way], path: Path) -> Times:
+        """Measure, or read from `path` what was measured before of exactly these ways."""
+        asked = [[way.name, way.bundle.name, way.settings.to_json(), way.engine] for way in ways]
+        pictures = [picture.name for picture in self.pictures]
+        key = digest([asked, pictures, self.rounds, self.engine, self.threads])
+        if path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["key"] == key:
+                return {name: list(map(float, values)) for name, values in before["ms"].items()}
+        found = self.measure(ways)
+        write_text(path, json.dumps({"key": key, "ms": found}, indent=1) + "\n")
+        return found
+
+    def measure(self, ways: Sequence[Way]) -> Times:
+        """Milliseconds of one image lying in memory, all passes and scoring, a number a round; after one untimed round.
+
+        Ways of one bundle share its loaded graphs. Raises as `open_pipeline` and for pictures that cannot be read.
+        """
+        with ExitStack() as opened:
+            detectors = self._open(ways, opened)
+            any_of_them = detectors[ways[0].name]
+            images = [any_of_them.preprocessing(read_image(path))[None] for path in self.pictures]
+            for detector in detectors.values():
+                _ms(detector, images[0])
+            found: Times = {way.name: [] for way in ways}
+            rounds = enumerate(orders(list(detectors.items()), self.rounds))
+            for index, order in tqdm(rounds, total=self.rounds, desc="timing", unit="round", disable=None):
+                for name, detector in order:
+                    found[name].append(_ms(detector, images[index % len(images)]))
+            return found
+
+    def _open(self, ways: Sequence[Way], opened: ExitStack) -> dict[str, Detector]:
+        manifests = {way.bundle: Manifest.read(way.bundle) for way in ways}
+        pipelines = {
+            (path, engine): open_pipeline(
+                Bundle(path, manifests[path], manifests[path].settings), opened, engine=engine, threads=self.threads
+            )
+            for path, engine in dict.fromkeys((way.bundle, self._engine(way)) for way in ways)
+        }
         return {
-            "category": self.category,
-            "settings": self.settings,
-            "machine": self.machine,
-            "rows": [row.to_json() for row in self.rows],
-            "pairs": [pair.to_json() for pair in self.pairs],
-            "notes": list(self.notes),
+            way.name: Detector(
+                manifests[way.bundle], replace(pipelines[way.bundle, self._engine(way)], settings=way.settings)
+            )
+            for way in ways
         }
 
+    def _engine(self, way: Way) -> str:
+        return way.engine or self.engine
 
-def trade(ckpt: Path, category: Category, out: Path, options: TradeOptions, say: Say = lambda _: None) -> Trade:
+
+def _ms(detector: Detector, image: NDArray[np.float32]) -> float:
+    """A mask range that is not the image's own is taken as (0, 1): it costs the same."""
+    start = time.perf_counter()
+    detector.inspect(image, mask_range=(0.0, 1.0))
+    return (time.perf_counter() - start) * 1000
+
+
+def steps_within(budget: float, few: tuple[int, float], many: tuple[int, float], noise_level: int) -> int:
+    """How many steps take `budget` ms, where (N, ms) of few and of many steps are known and time grows evenly with N.
+
+    Of the numbers whose time is within a tenth of the budget one that divides the noise level is taken, as it changes
+    nothing but N; else the nearest number.
+    """
+    (low, low_ms), (high, high_ms) = few, many
+    a_step = max((high_ms - low_ms) / (high - low), 1e-9)
+    wanted = low + (budget - low_ms) / a_step
+    nearest = min(max(1, round(wanted)), noise_level)
+    whole = [n for n in range(1, noise_level + 1) if noise_level % n == 0 and abs(n - wanted) * a_step <= budget / 10]
+    return min(whole, key=lambda n: abs(n - wanted)) if whole else nearest
+
+
+def middle(times: Mapping[str, Sequence[float]], name: str) -> float | None:
+    """The median of a way, None where it was not timed."""
+    return median(times[name]) if times.get(name) else None
+
+
+PILOT_ROUNDS = 3
+
+
+def trade(ckpt: Path, category: Category, out: Path, options: TradeOptions, say: Say = quiet) -> Trade:
     """Measures everything on one category and writes trade.json, .md and .png into `out`.
 
     Judgements and times that `out` holds are not made again. Raises UsageError for a category without test images or a
     detector without guidance or mask pass, and as an export.
     """
-    from mdps.benchmarks.trade.report import write_report
-
     require(bool(category.test), f"{category.root} has no test images: nothing can be compared on it")
     out.mkdir(parents=True, exist_ok=True)
     study = _Study(ckpt, category, out, options, say)
     found = study.found()
-    write_report(found, out)
+    write_report(out, "trade", found.to_json(), markdown(found), plot(found))
     return found
 
 
@@ -100,8 +184,8 @@ class _Study:
             rows=tuple(row_of(one, measured[0]) for one in measured),
             pairs=tuple(pairs(measured)),
             notes=tuple(dict.fromkeys(self._notes)),
-            machine=machine_facts(self._manifest) | {"engine": self._engine, "threads": options.threads},
-            settings={key: value for key, value in plain(asdict(options)).items() if value is not None},
+            machine=measured_with(self._manifest) | {"engine": self._engine, "threads": options.threads},
+            settings=given(options),
         )
 
     def _equal_time(self) -> dict[str, list[int]]:
@@ -176,6 +260,12 @@ class _Study:
             work=self._out, bundles=self._bundles, every=options.every, largest=options.largest,
             engine=choice.engine or self._engine, threads=options.threads, batch=1, say=self._say, keep_maps=True,
         )  # fmt: skip
+
+
+def _scales(options: TradeOptions) -> dict[str, float]:
+    """Return the guidance scales of the gradients that do not take the bundle's own."""
+    free = {} if options.free_scale is None else {GRADIENTS[1]: options.free_scale}
+    return free | {DDAD: options.ddad_scale}
 
 
 def _check_opens(bundle: Path, engine: str) -> None:

@@ -12,7 +12,7 @@ this halves the bundle and changes neither time nor memory; it tells what storin
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,20 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from mdps.benchmarks.reproduce.bundles import Bundles, Say, digest
-from mdps.benchmarks.reproduce.runner import settled
-from mdps.benchmarks.reproduce.variants import Changes, Variant
-from mdps.benchmarks.trade.exits import write_calibrated
+from mdps.benchmarks.kit import Say, digest
+from mdps.benchmarks.study import Bundles, Changes, Variant, settled
 from mdps.export.graph import INLINE_BYTES
 from mdps.runtime import reference
 from mdps.runtime.atomic import new_folder
+from mdps.runtime.bundle import Bundle
+from mdps.runtime.calibration import calibrate
+from mdps.runtime.detector import Detector
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import UsageError
+from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
 from mdps.runtime.preprocessing import read_image
+from mdps.runtime.settings import Settings
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -52,7 +55,7 @@ class PreciseBundles(Bundles):
         self._good, self._threads = good, threads
 
     def get(self, checkpoint: Path, category: str, changes: Mapping[str, Any]) -> Path:
-        """As usual, then reduced or calibrated; UsageError where nothing in the bundle can be reduced so."""
+        """Export, then reduce or calibrate; UsageError where nothing in the bundle can be reduced so."""
         usual = {key: value for key, value in changes.items() if key not in ("reduced", "calibrated")}
         bundle = super().get(checkpoint, category, usual)
         if how := changes.get("reduced"):
@@ -181,3 +184,24 @@ def _feeds(folder: Path, manifest: Manifest, good: Sequence[Path]) -> Iterator[F
             scalars = dict.fromkeys(("mask_lambda", "mask_low", "mask_frozen"), np.zeros((), np.float32))
             scalars["mask_high"] = np.ones((), np.float32)
             yield {"posterior_samples": image[None], "observation": image, **scalars, **session.run({"image": image})}
+
+
+def write_calibrated(
+    bundle: Path, out: Path, change: Callable[[Settings], Settings], good: Sequence[Path], threads: int | None
+) -> None:
+    """A copy of a bundle with changed settings, calibrated under them on `good`; UsageError where there are none."""
+    if not good:
+        raise UsageError("this category has no good training images to calibrate an early exit on")
+    manifest = Manifest.read(bundle)
+    settings = change(manifest.settings)
+    with ExitStack() as opened:
+        pipeline = open_pipeline(Bundle(bundle, manifest, settings), opened, threads=threads)
+        calibration = calibrate(Detector(manifest, pipeline), good)
+    with new_folder(out) as folder:
+        for name in manifest.files:
+            shutil.copy(bundle / name, folder / name)
+        changed = replace(manifest, name=out.name, settings=settings)
+        changed.with_calibration("default", calibration).write(folder)
+
+
+Metrics = dict[str, float | None]

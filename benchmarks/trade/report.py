@@ -1,39 +1,25 @@
 """The study as a table, a plot and JSON."""
 
-import io
-import json
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mdps.benchmarks.bootstrap import Interval
+from mdps.benchmarks.kit import figure_png, table
 from mdps.benchmarks.options import PRECISIONS
-from mdps.benchmarks.trade.choices import GRADIENTS
-from mdps.benchmarks.trade.exits import Exits
-from mdps.benchmarks.trade.rows import Pair, Row
-from mdps.benchmarks.trade.study import Trade
-from mdps.runtime.atomic import write_bytes, write_text
+from mdps.benchmarks.study.outcomes import AUROCS, points, whiskers, with_interval
+from mdps.benchmarks.trade.rows import GRADIENTS, Exits, Pair, Row, Trade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = dict(zip(GRADIENTS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
 PRECISION_MARKS = dict(zip(PRECISIONS, "sDP", strict=True))
-AUROCS = {"image_auroc": "image AUROC %", "pixel_auroc": "pixel AUROC %"}
 EXPLAINED = (
     "Milliseconds are of one image that lies in memory, medians of {rounds} interleaved rounds with one image each. "
     "AUROCs are in per cent with 95 % bootstrap intervals over the images. Agreement is Pearson's (Spearman's) "
     "correlation of an image's map with that of the first row, pixel by pixel, the mean over the images. "
     "The time of an early exit is what a good part takes on average, from the times of one pass and of both."
 )
-
-
-def write_report(found: Trade, out: Path) -> None:
-    """trade.json, trade.md and trade.png in the folder `out`, each whole or not at all."""
-    write_text(out / "trade.json", json.dumps(found.to_json(), indent=1) + "\n")
-    write_text(out / "trade.md", markdown(found))
-    write_bytes(out / "trade.png", plot(found))
 
 
 def markdown(found: Trade) -> str:
@@ -48,18 +34,21 @@ def markdown(found: Trade) -> str:
     ]
     problems = dict.fromkeys(f"- {problem}" for row in found.rows for problem in row.problems)
     ending = ["\n".join(problems)] if problems else []
-    tables = [_table(_rows(found.rows)), "## Differences on the same images", _table(_pairs(found.pairs))]
+    tables = [_rows(found.rows), "## Differences on the same images", _pairs(found.pairs)]
     return "\n\n".join([*heading, *tables, *found.notes, *ending]) + "\n"
 
 
-def _rows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    yield ["way", "ms an image", "of the first", "image AUROC", "pixel AUROC", "agreement"]
+def _rows(rows: Sequence[Row]) -> str:
+    head = ("way", "ms an image", "of the first", "image AUROC", "pixel AUROC", "agreement")
+    lines = []
     for row in rows:
         agreed = "" if row.agreement is None else f"{row.agreement.pearson:.3f} ({row.agreement.spearman:.3f})"
         ratio = "" if row.ratio_to_reference is None else f"{row.ratio_to_reference:.2f}"
         ms = "not timed" if row.median_ms is None else f"{row.median_ms:,.0f}"
         label = row.label if row.exits is None else f"{row.label} ({_left(row.exits)} exit)"
-        yield [label, ms, ratio, *(_auroc(row, name) for name in AUROCS), agreed]
+        aurocs = (with_interval(row, name) or "undefined" for name in AUROCS)
+        lines.append([label, ms, ratio, *aurocs, agreed])
+    return table(head, lines, left=range(len(head)))
 
 
 def _left(exits: Exits) -> str:
@@ -67,29 +56,13 @@ def _left(exits: Exits) -> str:
     return ", ".join(f"{share:.0%} of the {kind}" for kind, share in shares.items() if share is not None)
 
 
-def _auroc(row: Row, name: str) -> str:
-    if name not in row.metrics:
-        return "undefined"
-    low, high = row.intervals[name]
-    return f"{100 * row.metrics[name]:.2f} ({100 * low:.2f} to {100 * high:.2f})"
-
-
-def _pairs(pairs: Sequence[Pair]) -> Iterator[list[str]]:
-    yield ["alike, or left out", "way", "against", "time", "image AUROC, points", "pixel AUROC, points"]
+def _pairs(pairs: Sequence[Pair]) -> str:
+    head = ("alike, or left out", "way", "against", "time", "image AUROC, points", "pixel AUROC, points")
+    lines = []
     for pair in pairs:
         time = "" if pair.time is None else f"{pair.time:.2f}"
-        yield [pair.kind, pair.one, pair.other, time, *(_points(pair.found.get(name)) for name in AUROCS)]
-
-
-def _points(interval: Interval | None) -> str:
-    if interval is None:
-        return "undefined"
-    return f"{100 * interval.value:+.2f} ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})"
-
-
-def _table(lines: Iterator[list[str]]) -> str:
-    head, *others = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *others))
+        lines.append([pair.kind, pair.one, pair.other, time, *(points(pair.found.get(name)) for name in AUROCS)])
+    return table(head, lines, left=range(len(head)))
 
 
 def plot(found: Trade) -> bytes:
@@ -115,9 +88,7 @@ def plot(found: Trade) -> bytes:
     handles, labels = panels[2].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(f"What a millisecond buys: {found.category}, {found.machine['cpu']}", fontsize=10)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    return figure_png(figure)
 
 
 def _line(axes: "Axes", rows: Sequence[Row], name: str, gradient: str, passes: int) -> None:
@@ -128,7 +99,9 @@ def _line(axes: "Axes", rows: Sequence[Row], name: str, gradient: str, passes: i
     drawn |= {"color": COLOURS[gradient], "marker": "o", "mfc": None if passes == 2 else "none"}
     times, values = [row.median_ms or 0.0 for row in shown], [_value(row, name) for row in shown]
     style = "-" if passes == 2 else "--"
-    axes.errorbar(times, values, yerr=_spread(shown, name), linestyle=style, capsize=2, **drawn)
+    axes.errorbar(
+        times, values, yerr=None if name == "agreement" else whiskers(shown, name), linestyle=style, capsize=2, **drawn
+    )
     if passes == 2 and name != "agreement":
         for row, place in zip(shown, zip(times, values, strict=True), strict=True):
             axes.annotate(f"{row.steps}", place, fontsize=7, xytext=(3, 3), textcoords="offset points")
@@ -145,11 +118,3 @@ def _value(row: Row, name: str) -> float:
     if name == "agreement":
         return math.nan if row.agreement is None else row.agreement.pearson
     return 100 * row.metrics.get(name, math.nan)
-
-
-def _spread(rows: Sequence[Row], name: str) -> list[list[float]] | None:
-    """Lengths below and above the values, [2, n]."""
-    if name == "agreement":
-        return None
-    ends = [(row.metrics.get(name, math.nan), row.intervals.get(name, (math.nan, math.nan))) for row in rows]
-    return [[100 * (value - low) for value, (low, _) in ends], [100 * (high - value) for value, (_, high) in ends]]

@@ -16,18 +16,24 @@ import numpy as np
 import pytest
 import torch
 
-from mdps.benchmarks.bench import competitor, eager, memory, rounds, scaling
-from mdps.benchmarks.bench.picture import observation
-from mdps.benchmarks.bench.process import Process, environment
-from mdps.benchmarks.bench.rate import forward_flop
-from mdps.benchmarks.bench.report import markdown, write_report
-from mdps.benchmarks.bench.rounds import Measurement, measure
-from mdps.benchmarks.bench.rows import Cost, Row, Yardstick, matrix_rate
-from mdps.benchmarks.bench.run import Bench, BenchOptions, find_checkpoint, run_bench
-from mdps.benchmarks.bench.spec import SkippedError, Spec
-from mdps.benchmarks.bench.timer import EventTimer, WallTimer, torch_timer
-from mdps.benchmarks.bench.variations import Variations
+from mdps.benchmarks import bench
+from mdps.benchmarks.bench import (
+    EventTimer,
+    SkippedError,
+    Spec,
+    WallTimer,
+    eager,
+    observation,
+    report,
+    torch_timer,
+    worker,
+)
+from mdps.benchmarks.bench.local import forward_flop
+from mdps.benchmarks.bench.report import Bench, Cost, Row, Yardstick, markdown, matrix_rate, write
+from mdps.benchmarks.bench.rounds import Measurement, Process, environment, measure
+from mdps.benchmarks.bench.run import BenchOptions, Variations, find_checkpoint, run_bench
 from mdps.benchmarks.bench.worker import Worker, serve
+from mdps.benchmarks.kit import orders
 from mdps.cli import cli
 from mdps.commands import terminal
 from mdps.export.methods import autoddpm
@@ -220,10 +226,10 @@ def test_events_stand_around_the_work_on_the_stream_and_are_waited_for() -> None
 
 
 def test_rounds_change_their_order_and_hold_everybody_once() -> None:
-    orders = list(rounds.orders(["a", "b", "c", "d"], 6))
-    assert all(sorted(order) == ["a", "b", "c", "d"] for order in orders)
-    assert len({tuple(order) for order in orders}) > 1
-    assert orders == list(rounds.orders(["a", "b", "c", "d"], 6))
+    shuffled = list(orders(["a", "b", "c", "d"], 6))
+    assert all(sorted(order) == ["a", "b", "c", "d"] for order in shuffled)
+    assert len({tuple(order) for order in shuffled}) > 1
+    assert shuffled == list(orders(["a", "b", "c", "d"], 6))
 
 
 def a_spec(**changes: Any) -> Spec:
@@ -319,13 +325,13 @@ def test_a_process_is_told_its_threads_and_to_stay_offline() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own high-water mark")
 def test_peak_memory_is_the_childs_own_and_can_be_forgotten() -> None:
     big = np.ones(60_000_000, dtype=np.float64)  # 480 MB here; getrusage would hand it down to the child
-    code = "from mdps.benchmarks.bench.memory import peak_mb; print(peak_mb())"
+    code = "from mdps.benchmarks.bench import peak_mb; print(peak_mb())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 5 < float(child.stdout) < 200
-    before = memory.peak_mb()
+    before = bench.peak_mb()
     del big
-    assert memory.forget_peak()
-    after = memory.peak_mb()
+    assert bench.forget_peak()
+    after = bench.peak_mb()
     assert before is not None
     assert after is not None
     assert before - after > 400
@@ -396,11 +402,11 @@ def test_lines_of_the_plot_are_one_competitor_with_one_thing_varied() -> None:
         Row("a, 64 x 64", 40.0, ratio_to_single=5.0, image_size=(64, 64)),
         Row("a, 128 x 128", ratio_to_single=None, skipped="no", image_size=size),
     ]  # fmt: skip
-    batch, samples, pixels = (scaling.curves(rows, value) for value in scaling.AXES.values())
+    batch, samples, pixels = (report.curves(rows, value) for value in report.AXES.values())
     assert batch == {"a": [(1, 8.0), (4, 4.0)]}
     assert samples == {}
     assert pixels == {"a": [(1024, 8.0), (4096, 40.0)]}
-    assert scaling.plot(rows).startswith(b"\x89PNG")
+    assert report.plot_scaling(rows).startswith(b"\x89PNG")
 
 
 # Who takes part
@@ -461,7 +467,7 @@ def test_eps_is_recovered_from_what_the_network_predicts(bundle: Path, predictio
 
 
 def test_samples_and_batches_score_their_first_image_as_the_runtime_does(bundle: Path, small_checkpoint: Path) -> None:
-    torch_way = competitor.open_competitor(
+    torch_way = worker.open_competitor(
         a_spec(kind="torch", variant="eager", bundle=str(bundle), ckpt=str(small_checkpoint), samples=2, batch=2)
     )
     images = np.stack([observation((32, 32), index) for index in range(2)])
@@ -490,5 +496,5 @@ def test_nothing_but_skipped_rows_is_still_a_result(
     assert terminal.run(cli, ["bench", "--json", str(bundle)]) == 1
     bench = run_bench(bundle, BenchOptions())
     assert [row.skipped for row in bench.rows] == ["not today"] * 11
-    write_report(bench, tmp_path / "out")
+    write(bench, tmp_path / "out")
     assert "Skipped PatchCore: not today" in (tmp_path / "out" / "bench.md").read_text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mdps.benchmarks import demo
-from mdps.benchmarks.textures import Sample, TextureSet
+from mdps.benchmarks.data.textures import Sample, TextureSet
 from mdps.runtime import MdpsError, UsageError, load
 from mdps.serving.folder import Row, predict
 

@@ -18,15 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mdps.benchmarks.bench import Spec
 from mdps.benchmarks.bench.rounds import Measurement
-from mdps.benchmarks.bench.spec import Spec
-from mdps.benchmarks.gpu_check import kit, report, run
-from mdps.benchmarks.gpu_check.items import Choice, Item, on_card, on_processor
-from mdps.benchmarks.gpu_check.reference import STAGES, Finding, Reference
-from mdps.benchmarks.gpu_check.rows import Row, measured_row, worst
-from mdps.benchmarks.gpu_check.run import Minutes, UsedMemory, Workshop, run_check
-from mdps.benchmarks.gpu_check.stages import PlanRuns
-from mdps.benchmarks.gpu_check.workfolder import Prepared, parsed
+from mdps.benchmarks.gpu_check import Minutes, UsedMemory, Workshop, kit, report, run_check, skip_all
+from mdps.benchmarks.gpu_check.checked import STAGES, Finding, PlanRuns, Reference
+from mdps.benchmarks.gpu_check.items import Choice, Item, Prepared, on_card, on_processor, parsed
+from mdps.benchmarks.gpu_check.report import Row, measured_row, worst
 from mdps.cli import cli
 from mdps.commands import terminal
 from mdps.runtime import cards
@@ -636,4 +633,4 @@ def test_the_real_requirements_name_the_extras() -> None:
     assert kit.KitOptions().requirements[0] == "mdps[gpu,tensorrt-rtx]"
     assert kit.KitOptions(with_torch=True).requirements[0] == "mdps[gpu,tensorrt-rtx,export,bench]"
     assert "manylinux2014_x86_64" in kit._platforms("manylinux_2_28_x86_64")
-    assert run.skip_all([item("a", 1.0)], "no")[0].reason == "no"
+    assert skip_all([item("a", 1.0)], "no")[0].reason == "no"

@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from mdps.benchmarks.datasets import Category, Sample
-from mdps.benchmarks.peers import PEERS, PeerOptions, PeerSkippedError, compare, judge, peer_judge
-from mdps.benchmarks.peers.pictures import write_textures
-from mdps.benchmarks.peers.recipes import settings_of
-from mdps.benchmarks.peers.weights import layer_names, local_backbone
+from mdps.benchmarks.data.samples import Category, Sample
+from mdps.benchmarks.options import PeerOptions
+from mdps.benchmarks.peers import PEERS, PeerSkippedError, predict, settings_of
+from mdps.benchmarks.peers.fitting import layer_names, local_backbone, write_textures
+from mdps.benchmarks.peers.predict import peer_predictor
 from mdps.commands.peers import peers
 from mdps.models.backbones import IMAGENET, load_backbone
 from mdps.runtime.errors import UsageError
@@ -54,9 +54,9 @@ def category(tmp_path_factory):
 
 def test_a_name_that_is_none_is_refused_before_anything_is_read(category, tmp_path):
     with pytest.raises(UsageError, match="there is no peer 'glass': choose among patchcore"):
-        peer_judge("glass", category, work=tmp_path, size=SIZE)
+        peer_predictor("glass", category, work=tmp_path, size=SIZE)
     with pytest.raises(UsageError, match="there is no peer glass"):
-        compare.compare(["patchcore", "glass"], [category], tmp_path, size=SIZE)
+        predict.compare(["patchcore", "glass"], [category], tmp_path, size=SIZE)
     assert not list(tmp_path.iterdir())
 
 
@@ -143,7 +143,7 @@ def test_textures_are_pictures_of_several_scales(tmp_path):
 @pytest.mark.skipif(INSTALLED, reason="anomalib is installed")
 def test_without_anomalib_one_sentence_says_what_to_install(category, tmp_path):
     with pytest.raises(UsageError, match=r"not installed: pip install 'mdps\[peers\]'"):
-        peer_judge("patchcore", category, work=tmp_path, size=SIZE)
+        peer_predictor("patchcore", category, work=tmp_path, size=SIZE)
     answer = CliRunner().invoke(peers, [str(category.root), "--out", str(tmp_path / "out")])
     assert answer.exit_code != 0
     assert "needs anomalib, which is not installed: pip install 'mdps[peers]'" in answer.output
@@ -168,12 +168,12 @@ def bright(monkeypatch):
             raise PeerSkippedError("no reason at all")
         return Bright()
 
-    monkeypatch.setattr(compare, "peer_judge", make)
+    monkeypatch.setattr(predict, "peer_predictor", make)
 
 
 def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(bright, category, tmp_path):
     said = []
-    rows = compare.compare(["padim", "draem"], [category], tmp_path, say=said.append, size=SIZE)
+    rows = predict.compare(["padim", "draem"], [category], tmp_path, say=said.append, size=SIZE)
     assert rows[0]["judge"] == "PaDiM"
     assert rows[0]["image_auroc"] == 1.0
     assert rows[0]["pixel_auroc"] > 0.95
@@ -188,8 +188,8 @@ def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(
 
 
 def test_the_key_holds_what_a_fit_depends_on(category, monkeypatch):
-    monkeypatch.setattr(judge, "version", lambda name: "1")
-    key = lambda name, cat=category, **options: judge._identity(name, cat, PeerOptions(SIZE, **options))  # noqa: E731
+    monkeypatch.setattr(predict, "version", lambda name: "1")
+    key = lambda name, cat=category, **options: predict._identity(name, cat, PeerOptions(SIZE, **options))  # noqa: E731
     base = key("draem")
     assert base == key("draem", coreset=0.5, backbone="resnet18")  # DRAEM reads neither
     for change in ({"minutes": 1.0}, {"steps": 5}, {"seed": 1}, {"textures": category.root}):
@@ -206,7 +206,7 @@ def test_the_key_holds_what_a_fit_depends_on(category, monkeypatch):
 @pytest.fixture(scope="module")
 def patchcore(category, tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
-    return peer_judge("patchcore", category, work=work, size=SIZE, coreset=1.0), work
+    return peer_predictor("patchcore", category, work=work, size=SIZE, coreset=1.0), work
 
 
 @with_anomalib
@@ -243,8 +243,8 @@ def test_a_training_image_is_no_anomaly(patchcore, category):
 @with_anomalib
 def test_a_fit_is_kept_and_read_back_as_it_was(patchcore, category, monkeypatch):
     first, work = patchcore
-    monkeypatch.setattr(judge, "_fit", lambda *_: pytest.fail("fitted again"))
-    again = peer_judge("patchcore", category, work=work, size=SIZE, coreset=1.0)
+    monkeypatch.setattr(predict, "_fit", lambda *_: pytest.fail("fitted again"))
+    again = peer_predictor("patchcore", category, work=work, size=SIZE, coreset=1.0)
     again._module.model.num_neighbors = first._module.model.num_neighbors
     path = [category.test[-1].path]
     (score, anomaly_map), (score_again, map_again) = next(first(path)), next(again(path))
@@ -259,7 +259,7 @@ def test_a_broken_picture_is_a_sentence_and_the_others_are_judged(patchcore, cat
     peer, _ = patchcore
     (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     paths = [category.test[0].path, tmp_path / "broken.png", category.test[1].path]
-    first, broken, second = peer.looks(paths)
+    first, broken, second = peer.predictions(paths)
     assert "broken.png" in broken
     assert [first.score, second.score] == [score for score, _ in peer([paths[0], paths[2]])]
     assert first.ms > 0
@@ -267,9 +267,11 @@ def test_a_broken_picture_is_a_sentence_and_the_others_are_judged(patchcore, cat
 
 @pytest.mark.parametrize(("steps", "said"), [(3, True), (700, False)])
 def test_a_shorter_fit_than_the_published_one_is_told(steps, said):
-    peer = judge.PeerJudge("draem", torch.nn.Identity(), PeerOptions(SIZE), {"steps": steps, "published_steps": 700})
+    peer = predict.PeerPredictor(
+        "draem", torch.nn.Identity(), PeerOptions(SIZE), {"steps": steps, "published_steps": 700}
+    )
     assert peer.notes == (("DRAEM was fitted for 3 of its 700 published steps: it can do better",) if said else ())
-    assert judge.PeerJudge("padim", torch.nn.Identity(), PeerOptions(SIZE), {}).notes == ()
+    assert predict.PeerPredictor("padim", torch.nn.Identity(), PeerOptions(SIZE), {}).notes == ()
 
 
 @with_anomalib
@@ -301,9 +303,9 @@ def test_a_fit_that_was_cut_off_goes_on(category, tmp_path, monkeypatch):
     monkeypatch.setattr(anomalib.models.Stfpm, "training_step", cut_off)
     few = replace(category, train=category.train[:2])
     with pytest.raises(RuntimeError, match="the power went"):
-        peer_judge("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
+        peer_predictor("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
     calls[:] = [None] * 10
-    peer = peer_judge("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
+    peer = peer_predictor("stfpm", few, work=tmp_path, size=(64, 64), steps=5)
     assert peer.provenance["resumed"] is True
     assert peer.provenance["steps"] == 5
     assert peer.provenance["published_steps"] == 100
@@ -321,7 +323,7 @@ def test_every_detector_fits_offline(name, category, tmp_path):
         torch.save(timm.create_model("resnet18", pretrained=False).state_dict(), weights)
     size = (max(64, PEERS[name].least),) * 2
     options = {"size": size, "steps": 2, "backbone": backbone, "backbone_weights": weights}
-    peer = peer_judge(name, category, work=tmp_path / "work", **options)
+    peer = peer_predictor(name, category, work=tmp_path / "work", **options)
     found = list(peer([sample.path for sample in category.test]))
     assert [anomaly_map.shape for _, anomaly_map in found] == [size] * 4
     assert all(np.isfinite(score) and np.isfinite(anomaly_map).all() for score, anomaly_map in found)

@@ -10,22 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mdps.benchmarks.ablation import COMPARISONS, Comparison, Difference, compare, differences_table
-from mdps.benchmarks.bootstrap import Interval
-from mdps.benchmarks.datasets import find_categories
+from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.evaluate import evaluate
-from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
+from mdps.benchmarks.metrics.bootstrap import Interval
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.benchmarks.options import ReproduceOptions
-from mdps.benchmarks.reproduce import runner
-from mdps.benchmarks.reproduce.bundles import Bundles
-from mdps.benchmarks.reproduce.checkpoints import checkpoint_of
-from mdps.benchmarks.reproduce.outcomes import Outcome
-from mdps.benchmarks.reproduce.paper import AVERAGE, paper_table
-from mdps.benchmarks.reproduce.plots import plot
-from mdps.benchmarks.reproduce.rows import ABSENT, NO_LIBRARY, Row, averages, published_rows
-from mdps.benchmarks.reproduce.run import Reproduction, _variants, reproduce
-from mdps.benchmarks.reproduce.variants import TABLES, Changes, variants
-from mdps.benchmarks.streaming import PixelCounts
+from mdps.benchmarks.reproduce import Reproduction, _variants, checkpoint_of, reproduce
+from mdps.benchmarks.reproduce.paper import AVERAGE, TABLES, paper_table, variants
+from mdps.benchmarks.reproduce.tables import (
+    ABSENT,
+    COMPARISONS,
+    NO_LIBRARY,
+    Comparison,
+    Difference,
+    Row,
+    averages,
+    compare,
+    differences_table,
+    plot,
+    published_rows,
+)
+from mdps.benchmarks.study import Bundles, Changes
+from mdps.benchmarks.study.outcomes import Outcome
 from mdps.cli import cli
 from mdps.commands.terminal import run as run_command
 from mdps.runtime.errors import UsageError
@@ -327,8 +334,8 @@ def test_the_unmasked_rows_are_those_of_a_run_without_a_mask_pass(
     bundle = Bundles(tmp_path, CHOICES | {"mask_pass": False}, lambda _: None).get(small_checkpoint, "bottle", {})
     (category,) = find_categories(dataset)
     for method, changes in (("no_mask", Changes()), ("vanilla", Changes(guidance_scale=0.0))):
-        with BundleJudge(bundle, changes=changes, threads=1) as judge:
-            alone = evaluate(judge, category).metrics
+        with BundlePredictor(bundle, changes=changes, threads=1) as predictor:
+            alone = evaluate(predictor, category).metrics
         for name in ("image_auroc", "pixel_auroc", "aupro_0.30"):
             assert rows[method].metrics[name] == pytest.approx(alone[name], abs=1e-4), (method, name)
     assert rows["full"].metrics["pixel_auroc"] != rows["no_mask"].metrics["pixel_auroc"]
@@ -344,8 +351,8 @@ def test_what_was_computed_is_not_computed_again(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(runner, "evaluate", refuse)
-    monkeypatch.setattr("mdps.benchmarks.reproduce.bundles.export_bundle", refuse)
+    monkeypatch.setattr("mdps.benchmarks.study.evaluate", refuse)
+    monkeypatch.setattr("mdps.benchmarks.study.export_bundle", refuse)
     again = reproduce(dataset, small_checkpoint, out, options("ablation", command="mdps reproduce ablation"))
     assert json.dumps(again.to_json()) == json.dumps(before.to_json())
     fourth = reproduce(dataset, small_checkpoint, out, options("4"))
@@ -371,11 +378,11 @@ def test_an_interrupted_run_goes_on_where_it_was(
         return evaluate(*arguments, **named)
 
     asked = options("rho", scales=(0.0, 20.0), choices=CHOICES | {"mask_pass": None})
-    monkeypatch.setattr(runner, "evaluate", counted)
+    monkeypatch.setattr("mdps.benchmarks.study.evaluate", counted)
     with pytest.raises(KeyboardInterrupt):
         reproduce(dataset, small_checkpoint, tmp_path, asked)
     assert not list((tmp_path / "results").glob("*/*"))  # the first run was not whole: its first pass was missing
-    monkeypatch.setattr(runner, "evaluate", evaluate)
+    monkeypatch.setattr("mdps.benchmarks.study.evaluate", evaluate)
     reproduce(dataset, small_checkpoint, tmp_path, options("rho", scales=(0.0,)))
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*/*/last.json")}
     assert len(kept) == 1
@@ -396,7 +403,7 @@ def test_a_peer_that_cannot_run_gives_its_reason(
     def skipped(*_: Any, **__: Any) -> None:
         raise UsageError("its textures are not here")
 
-    monkeypatch.setattr(runner, "peer_judge", skipped)
+    monkeypatch.setattr("mdps.benchmarks.reproduce.peer_predictor", skipped)
     found = reproduce(dataset, small_checkpoint, ablation[0], options("1", samples=(1,), peers=("draem",)))
     cells = {(one.category, one.method): one for one in found.rows}
     assert cells["bottle", "draem"].reason == "its textures are not here"
@@ -418,7 +425,9 @@ def test_a_peer_is_a_row(
             return ((float(index), np.eye(8, dtype=np.float32)) for index, _ in enumerate(paths))
 
     asked: list[Any] = []
-    monkeypatch.setattr(runner, "peer_judge", lambda name, category, **how: asked.append((name, how)) or Grey())
+    monkeypatch.setattr(
+        "mdps.benchmarks.reproduce.peer_predictor", lambda name, category, **how: asked.append((name, how)) or Grey()
+    )
     wanted = options("1", samples=(1,), peers=("draem",), peer_minutes=2.0)
     again = [reproduce(dataset, small_checkpoint, ablation[0], wanted) for _ in range(2)]
     assert [one.method for one in again[0].measured] == ["mdps_1", "draem"]

@@ -15,20 +15,17 @@ from onnx import numpy_helper
 from PIL import Image
 from scipy.stats import pearsonr, spearmanr
 
-from mdps.benchmarks.datasets import Category, find_categories
-from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data.samples import Category
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.benchmarks.metrics import auroc
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.benchmarks.options import TradeOptions
-from mdps.benchmarks.reproduce.outcomes import Outcome
-from mdps.benchmarks.reproduce.variants import Changes, with_steps
-from mdps.benchmarks.streaming import PixelCounts
-from mdps.benchmarks.trade import precision, study, timing
-from mdps.benchmarks.trade.agreement import agreement
-from mdps.benchmarks.trade.choices import choices
-from mdps.benchmarks.trade.exits import Exits
+from mdps.benchmarks.study import Changes, with_steps
+from mdps.benchmarks.study.outcomes import Outcome
+from mdps.benchmarks.trade import Clock, Way, _check, _Study, bundles, steps_within, trade
 from mdps.benchmarks.trade.report import markdown
-from mdps.benchmarks.trade.study import Trade, trade
-from mdps.benchmarks.trade.timing import Clock, Way, steps_within
+from mdps.benchmarks.trade.rows import Exits, Trade, agreement, choices
 from mdps.cli import cli
 from mdps.commands import terminal
 from mdps.export import ExportOptions, export_bundle
@@ -126,7 +123,7 @@ def test_every_way_is_timed_once_a_round_on_the_same_image_with_its_own_settings
         seen.append((detector.settings.sampler.first_pass.steps, image.tobytes()))
         return float(len(seen))
 
-    monkeypatch.setattr(timing, "_ms", note)
+    monkeypatch.setattr("mdps.benchmarks.trade._ms", note)
     settings = Manifest.read(tiny_bundle).settings
     ways = [Way(f"{n}", tiny_bundle, Changes(steps=n)(settings)) for n in (1, 2, 3)]
     pictures = [sample.path for sample in category.test[:2]]
@@ -150,7 +147,7 @@ def test_shared_graphs_compute_what_a_bundle_of_its_own_does(tiny_bundle: Path, 
         ways = [Way("other", tiny_bundle, Manifest.read(tiny_bundle).settings), Way("two", tiny_bundle, settings)]
         detectors = clock._open(ways, opened)
         found = detectors["two"](path).score
-    with BundleJudge(tiny_bundle, changes=Changes(steps=2), threads=1) as judge:
+    with BundlePredictor(tiny_bundle, changes=Changes(steps=2), threads=1) as judge:
         ((wanted, _),) = judge([path])
     assert found == pytest.approx(wanted, rel=1e-5)
 
@@ -170,8 +167,8 @@ def test_int8_features_are_near_and_the_same_on_both_ways(
     real_features: Path, category: Category, tmp_path: Path
 ) -> None:
     good = category.train[:3]
-    change = lambda folder, manifest: precision.quantise_features(folder, manifest, good)  # noqa: E731
-    precision.reduce_bundle(real_features, tmp_path / "int8", change)
+    change = lambda folder, manifest: bundles.quantise_features(folder, manifest, good)  # noqa: E731
+    bundles.reduce_bundle(real_features, tmp_path / "int8", change)
     manifest = Manifest.read(tmp_path / "int8")  # which checks every file
     assert manifest.name == "int8"
     kinds = {node.op_type for node in onnx.load(tmp_path / "int8" / "score.onnx").graph.node}
@@ -200,8 +197,8 @@ def features_and_self_distance(bundle: Path, picture: Path) -> tuple[list[np.nda
 
 
 def test_weights_in_fp16_are_those_weights_rounded_and_all_else_is_the_same(tiny_bundle: Path, tmp_path: Path) -> None:
-    bundles = precision.PreciseBundles(tmp_path, {}, lambda _: None, ())
-    precision.reduce_bundle(tiny_bundle, tmp_path / "half", bundles._fp16)
+    precise = bundles.PreciseBundles(tmp_path, {}, lambda _: None, ())
+    bundles.reduce_bundle(tiny_bundle, tmp_path / "half", precise._fp16)
     name = "guided_step.onnx"
     full, half = onnx.load(tiny_bundle / name), onnx.load(tmp_path / "half" / name)
     wanted = {tensor.name: numpy_helper.to_array(tensor) for tensor in full.graph.initializer}
@@ -230,11 +227,11 @@ def denoised(bundle: Path) -> np.ndarray:
 def test_what_cannot_be_reduced_is_told(tiny_bundle: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(tiny_bundle)
     settings = replace(manifest.settings, score=replace(manifest.settings.score, stages=()))
-    bundles = precision.PreciseBundles(tmp_path, {}, lambda _: None, ())
+    precise = bundles.PreciseBundles(tmp_path, {}, lambda _: None, ())
     with pytest.raises(UsageError, match="no feature network to quantise"):
-        bundles._int8(tmp_path, replace(manifest, settings=settings))
+        precise._int8(tmp_path, replace(manifest, settings=settings))
     with pytest.raises(UsageError, match="no good training images"):
-        bundles._int8(tmp_path, manifest)
+        precise._int8(tmp_path, manifest)
 
 
 def test_a_way_on_another_backend_is_opened_on_it(tiny_bundle: Path, category: Category) -> None:
@@ -252,7 +249,7 @@ def test_arithmetic_that_the_processor_lacks_is_left_out_and_told(
 ) -> None:
     monkeypatch.setattr("mdps.runtime.engines.openvino.has_bfloat16", lambda core: False)
     asked = replace(options, precisions=("bf16-steps",))
-    one = study._Study(small_checkpoint, category, tmp_path, asked, lambda _: None)
+    one = _Study(small_checkpoint, category, tmp_path, asked, lambda _: None)
     assert one._possible() == []
     assert one._notes[0].startswith("steps in bfloat16: left out, this processor computes no bfloat16")
 
@@ -317,7 +314,7 @@ def test_the_first_pass_of_a_run_is_the_way_without_a_mask(
         if Manifest.read(path.parent).settings.sampler.gradient == "jacobian-free"
     )
     one_pass = lambda s: replace(s, sampler=replace(Changes(steps=2)(s).sampler, masked_pass=None))  # noqa: E731
-    with BundleJudge(bundle, changes=one_pass, threads=1) as judge:
+    with BundlePredictor(bundle, changes=one_pass, threads=1) as judge:
         scores = [score for score, _ in judge([sample.path for sample in category.test])]
     assert row.metrics["image_auroc"] == pytest.approx(auroc([s.defective for s in category.test], scores))
 
@@ -359,7 +356,7 @@ def test_who_exits_early_has_the_first_pass_score_and_time_and_the_others_those_
 
 def test_the_share_that_exits_and_its_time(tiny_bundle: Path, tmp_path: Path) -> None:
     good = pictures_of_noise(tmp_path, 7)
-    precision.write_calibrated(tiny_bundle, tmp_path / "c", Changes(steps=1), good, 1)
+    bundles.write_calibrated(tiny_bundle, tmp_path / "c", Changes(steps=1), good, 1)
     manifest = Manifest.read(tmp_path / "c")
     assert manifest.settings.sampler.first_pass.steps == 1
     known = manifest.calibrations["default"]
@@ -371,7 +368,7 @@ def test_the_share_that_exits_and_its_time(tiny_bundle: Path, tmp_path: Path) ->
     assert (exits.good, exits.defective) == (pytest.approx(2 / 3), 0.0)
     assert exits.ms([3.0, 6.0], [6.0, 12.0]) == pytest.approx([4.0, 8.0])
     with pytest.raises(UsageError, match="no good training images"):
-        precision.write_calibrated(tiny_bundle, tmp_path / "d", Changes(), (), 1)
+        bundles.write_calibrated(tiny_bundle, tmp_path / "d", Changes(), (), 1)
 
 
 def pictures_of_noise(folder: Path, count: int) -> list[Path]:
@@ -392,7 +389,7 @@ def test_a_study_that_was_made_is_not_made_again(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("mdps.benchmarks.reproduce.runner.evaluate", never)
+    monkeypatch.setattr("mdps.benchmarks.study.evaluate", never)
     monkeypatch.setattr(Clock, "measure", never)
     again = trade(small_checkpoint, category, out, options)
     assert [row.metrics for row in again.rows] == [row.metrics for row in result.rows]
@@ -410,7 +407,7 @@ def test_what_the_study_cannot_do_is_refused(small_checkpoint: Path, category: C
             TradeOptions(**wrong)  # type: ignore[arg-type]
     for chosen in (ExportOptions(guidance_scale=0.0), ExportOptions(mask_pass=False)):
         with pytest.raises(UsageError, match="lacks one"):
-            study._check(chosen.settings((32, 32)))
+            _check(chosen.settings((32, 32)))
     with pytest.raises(UsageError, match="no test images"):
         trade(small_checkpoint, replace(category, test=()), tmp_path, TradeOptions())
 
@@ -420,7 +417,7 @@ def test_the_command_asks_for_what_was_given(
     found: tuple[Path, Trade], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     asked: list[Any] = []
-    monkeypatch.setattr(study, "trade", lambda *given, **_: asked.append(given) or found[1])
+    monkeypatch.setattr("mdps.benchmarks.trade.trade", lambda *given, **_: asked.append(given) or found[1])
     command = ["trade", str(small_checkpoint), str(category.root), "--out", str(tmp_path), "--steps", "2,5"]
     assert terminal.run(cli, [*command, "--reduced", "none", "--set", "eta=1", "--set", "ddad-w=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "exact_2"

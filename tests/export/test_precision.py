@@ -295,7 +295,7 @@ def demo_steps(precision: str, guided_one: bool) -> Any:
 def test_every_step_of_the_demo_in_fp16_is_near_that_in_fp32(guided_one: bool) -> None:
     """Each of a pass's ten steps from the same x, on a photograph; run with -s for the figures."""
     from mdps.benchmarks import demo
-    from mdps.benchmarks.textures import TextureSet
+    from mdps.benchmarks.data.textures import TextureSet
 
     full, half = (demo_steps(precision, guided_one) for precision in ("fp32", "fp16"))
     schedule, sampler, stream = (
@@ -328,7 +328,7 @@ def test_every_step_of_the_demo_in_fp16_is_near_that_in_fp32(guided_one: bool) -
 def test_verdicts_on_the_demos_test_set_are_those_of_fp32(tmp_path: Path) -> None:
     """Run with -s for the figures."""
     from mdps.benchmarks import demo
-    from mdps.benchmarks.textures import TextureSet
+    from mdps.benchmarks.data.textures import TextureSet
 
     textures, errors, nearest, seen = TextureSet(demo.PHOTO), [0.0], 1.0, {"pass": 0, "fail": 0}
     full = demo.export_demo(tmp_path / "full")

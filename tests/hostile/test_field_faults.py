@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mdps.benchmarks.data.samples import Sample
 from mdps.benchmarks.demo import CHECKPOINT, OPTIONS
-from mdps.benchmarks.samples import Sample
 from mdps.commands.serve import _token
 from mdps.commands.terminal import run
 from mdps.export import export_bundle

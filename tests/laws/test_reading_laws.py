@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from mdps.benchmarks.streaming import PixelMetrics
-from mdps.benchmarks.tables import Cells
+from mdps.benchmarks.metrics.pixels import PixelMetrics
+from mdps.benchmarks.metrics.tables import Cells
 from mdps.runtime.calibration import Calibration, first_quantiles, good_threshold
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, migrate
 from mdps.runtime.preprocessing import Preprocessing, read_image, to_uint8

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from PIL import Image
 
-from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, calibrate, load
@@ -371,7 +371,7 @@ def test_scores_in_other_arithmetic_need_a_calibration_of_their_own(bundle: Path
     command = "run `mdps calibrate .* GOOD_FOLDER --engine openvino-bf16`$"
     with pytest.raises(CalibrationError, match=f"calibrated with steps in fp32, not bf16.*: {command}"):
         load(folder, engine="openvino-bf16", threads=1)
-    with BundleJudge(folder, threads=1) as judge:
+    with BundlePredictor(folder, threads=1) as judge:
         assert judge.threshold is not None
     manifest = Manifest.read(folder)
     half = replace(manifest.calibrations["default"], arithmetic="bf16")
@@ -379,7 +379,7 @@ def test_scores_in_other_arithmetic_need_a_calibration_of_their_own(bundle: Path
     for backend in ("onnxruntime", "openvino"):
         with pytest.raises(CalibrationError, match="calibrated with steps in bf16, not fp32, so its threshold"):
             load(folder, engine=backend, threads=1)
-    with BundleJudge(folder, threads=1) as judge:
+    with BundlePredictor(folder, threads=1) as judge:
         assert judge.threshold is None
         assert "in other arithmetic" in judge.notes[0]
 

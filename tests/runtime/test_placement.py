@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from mdps.benchmarks.bench.process import environment
+from mdps.benchmarks.bench.rounds import environment
 from mdps.benchmarks.bench.run import where
 from mdps.cli import cli
 from mdps.runtime import cards as cards_module

@@ -26,12 +26,11 @@ WHOLE_PATH = {
     "benchmarks/gpu_check/prepare.py",
 }
 # What `mdps bench` compares with: our network in torch. Processes of their own run it, so it is no part of a line.
-ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/rate.py", "benchmarks/peers/weights.py"}
-ALSO_MODELS |= {"benchmarks/gpu_check/oracle.py"}
-# What shows an evaluation with the pictures and pages of an inspection.
-ALSO_SERVING = {f"benchmarks/{name}.py" for name in ("judges", "gallery", "evaluation_report", "evaluation_page")}
+ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/local.py", "benchmarks/peers/fitting.py"}
+# An evaluation is shown with the pictures and pages of an inspection.
+ALSO_SERVING = {f"benchmarks/evaluate/{name}.py" for name in ("bundle", "gallery", "report")}
 # A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.
-ALSO_EXPORT = {"benchmarks/reproduce/bundles.py", "benchmarks/bench/remade.py", "benchmarks/trade/precision.py"}
+ALSO_EXPORT = {"benchmarks/study/__init__.py", "benchmarks/bench/reexport.py", "benchmarks/trade/bundles.py"}
 RUNTIME_MODULES = sorted(
     ".".join(path.relative_to(ROOT / "runtime").with_suffix("").parts)
     for path in (ROOT / "runtime").rglob("*.py")

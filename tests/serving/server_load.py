@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from server_process import ServerProcess, serving
 
-from mdps.benchmarks.bench.machine import machine_facts
+from mdps.benchmarks.kit import machine_facts
 from mdps.runtime import Detector, Result, load
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest

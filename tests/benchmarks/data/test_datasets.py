@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mdps.benchmarks.datasets import find_categories
-from mdps.benchmarks.layouts import natural
+from mdps.benchmarks.data import find_categories, natural
 from mdps.runtime.errors import ImageError, UsageError
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mdps.benchmarks.samples import Sample
+from mdps.benchmarks.data.samples import Sample
 from mdps.runtime.errors import ImageError
 
 

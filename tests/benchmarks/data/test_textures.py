@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mdps.benchmarks import defects, textures
-from mdps.benchmarks.textures import TextureSet
+from mdps.benchmarks.data import textures
+from mdps.benchmarks.data.textures import TextureSet
 from mdps.runtime.errors import UsageError
 
 
@@ -40,17 +40,17 @@ def test_good_images_are_grey_crops_of_their_own_strip(data):
 def test_there_are_enough_of_each_kind(data):
     kinds = [sample.kind for sample in data.test()]
     assert kinds.count("good") == 30
-    assert {kind: kinds.count(kind) for kind in defects.KINDS} == dict.fromkeys(defects.KINDS, 10)
+    assert {kind: kinds.count(kind) for kind in textures.DEFECTS} == dict.fromkeys(textures.DEFECTS, 10)
 
 
 def test_masks_hold_the_change_and_nothing_but_the_change(data, monkeypatch):
     before = []
-    put = defects.put
-    monkeypatch.setattr(defects, "put", lambda kind, crop, *rest: (before.append(crop), put(kind, crop, *rest))[1])
+    put = textures.put
+    monkeypatch.setattr(textures, "put", lambda kind, crop, *rest: (before.append(crop), put(kind, crop, *rest))[1])
     for sample in data.test(good=0, each=10):
         change = np.abs(sample.image[..., 0].astype(float) - before.pop(0))
         assert 20 <= sample.mask.sum() <= 0.4 * sample.mask.size, sample
-        assert change[sample.mask].mean() >= defects.EVIDENT, sample
+        assert change[sample.mask].mean() >= textures.EVIDENT, sample
         # what is left outside is the soft edge: faint, and a small part of the whole change
         assert change[~sample.mask].sum() <= 0.25 * change.sum(), sample
         assert change.max() < 200, "no garish defects"
@@ -93,4 +93,4 @@ def test_missing_photographs_are_one_sentence(monkeypatch, tmp_path):
 def test_a_defect_that_cannot_be_seen_is_refused():
     black = np.zeros((64, 64), dtype=np.uint8)
     with pytest.raises(UsageError, match="no visible defect of kind 'crack'"):
-        defects.put("crack", black, black, np.random.default_rng(0))
+        textures.put("crack", black, black, np.random.default_rng(0))

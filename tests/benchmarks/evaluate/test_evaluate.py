@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 
-from mdps.benchmarks.align import enlarged, truth_in_box
-from mdps.benchmarks.datasets import Category, find_categories
-from mdps.benchmarks.evaluate import METRICS, Evaluation, evaluate, mean_metrics
-from mdps.benchmarks.gallery import Example, Gallery
-from mdps.benchmarks.looks import Box, Look
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data.samples import Category, enlarged, truth_in_box
+from mdps.benchmarks.evaluate import evaluate
+from mdps.benchmarks.evaluate.gallery import Example, Gallery
+from mdps.benchmarks.evaluate.predictions import Box, Prediction
+from mdps.benchmarks.evaluate.results import METRICS, Evaluation, mean_metrics
 from mdps.runtime.errors import MdpsError, UsageError
 
 MakeCategory = Callable[..., Path]
@@ -29,7 +30,7 @@ def brightness(path: Path, size: tuple[int, int] = (20, 20)) -> NDArray[np.float
 
 
 class Bright:
-    """A judge that looks for what is bright, one picture at a time."""
+    """A predictor that predictions for what is bright, one picture at a time."""
 
     name = "bright"
     provenance: dict[str, object] = {"seed": 7}  # noqa: RUF012 - never changed
@@ -42,7 +43,7 @@ class Bright:
 
 
 class Fails(Bright):
-    """Cannot judge one picture, and judges in groups: the error comes before the answers of the whole group."""
+    """Cannot predictor one picture, and judges in groups: the error comes before the answers of the whole group."""
 
     def __init__(self, name: str, group: int, error: type[MdpsError] = MdpsError) -> None:
         self._bad, self._group, self._error, self.calls = name, group, error, 0
@@ -236,8 +237,8 @@ def test_a_judge_that_fails_at_one_picture_is_asked_for_the_rest(
     make_category: MakeCategory, bad: str, group: int
 ) -> None:
     category = category_of(make_category())
-    judge = Fails(bad, group)
-    found = evaluate(judge, category)
+    predictor = Fails(bad, group)
+    found = evaluate(predictor, category)
     assert [row.path[-7:] for row in found.failed] == [bad]
     assert found.failed[0].error == "something in 1 pictures is too much"
     assert [row.score for row in found.rows if row.error is None] == [
@@ -246,10 +247,10 @@ def test_a_judge_that_fails_at_one_picture_is_asked_for_the_rest(
 
 
 def test_what_would_be_the_same_for_every_picture_ends_the_run(make_category: MakeCategory) -> None:
-    judge = Fails("003.png", 1, UsageError)
+    predictor = Fails("003.png", 1, UsageError)
     with pytest.raises(UsageError, match="too much"):
-        evaluate(judge, category_of(make_category()))
-    assert judge.calls == 1
+        evaluate(predictor, category_of(make_category()))
+    assert predictor.calls == 1
 
 
 def test_no_picture_that_could_be_judged_is_an_error(make_category: MakeCategory) -> None:
@@ -308,10 +309,10 @@ def test_the_gallery_keeps_the_extremes_whatever_the_order() -> None:
     scores = rng.permutation(200)
     gallery = Gallery(keep=3)
     for score in scores:
-        look = Look(float(score), np.zeros((2, 2), np.float32), 1.0)
-        gallery.add(Example(Path("x.png"), "k", bool(score % 2), look, None))
-    assert [e.look.score for e in gallery.best(100.5)] == [199, 197, 195, 0, 2, 4]
-    assert [e.look.score for e in gallery.worst(100.6)] == [1, 3, 198, 5, 196, 194]
+        prediction = Prediction(float(score), np.zeros((2, 2), np.float32), 1.0)
+        gallery.add(Example(Path("x.png"), "k", bool(score % 2), prediction, None))
+    assert [e.prediction.score for e in gallery.best(100.5)] == [199, 197, 195, 0, 2, 4]
+    assert [e.prediction.score for e in gallery.worst(100.6)] == [1, 3, 198, 5, 196, 194]
     assert gallery.worst(100.5)[0].margin(100.5) == -99.5
 
 
@@ -320,7 +321,7 @@ def verdicts_of(threshold: float, rows: Sequence[Any]) -> Any:
 
 
 def test_verdicts_count_a_score_at_the_threshold_as_passed() -> None:
-    from mdps.benchmarks.evaluate import ScoredImage
+    from mdps.benchmarks.evaluate.results import ScoredImage
 
     rows = [ScoredImage("p", "good", False, s) for s in (1.0, 2.0, 2.5)]
     rows += [ScoredImage("p", "spot", True, s) for s in (2.0, 3.0)] + [ScoredImage("p", "spot", True, error="torn")]
@@ -328,9 +329,9 @@ def test_verdicts_count_a_score_at_the_threshold_as_passed() -> None:
 
 
 def test_an_unreadable_picture_is_a_sentence(tmp_path: Path) -> None:
-    from mdps.benchmarks.looks import looks_of
+    from mdps.benchmarks.evaluate.predictions import predictions_of
 
     (tmp_path / "a.png").write_bytes(b"")
-    (answer,) = looks_of(Bright(), [tmp_path / "a.png"])
+    (answer,) = predictions_of(Bright(), [tmp_path / "a.png"])
     assert isinstance(answer, str)
     assert "a.png" in answer

@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-import mdps.benchmarks.judges
-from mdps.benchmarks.counts import PixelCounts
-from mdps.benchmarks.datasets import find_categories
-from mdps.benchmarks.evaluate import METRICS, Evaluation, evaluate
-from mdps.benchmarks.evaluation_plots import best_threshold
-from mdps.benchmarks.evaluation_report import markdown, write_summary
-from mdps.benchmarks.looks import Box, Look
+import mdps.benchmarks.evaluate.bundle
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.evaluate import evaluate
+from mdps.benchmarks.evaluate.predictions import Box, Prediction
+from mdps.benchmarks.evaluate.report import best_threshold, markdown, write_summary
+from mdps.benchmarks.evaluate.results import METRICS, Evaluation
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime.errors import UsageError
@@ -28,7 +28,7 @@ MakeCategory = Callable[..., Path]
 
 
 class Bright:
-    """A detailed judge that looks for what is bright; stands in for `BundleJudge` as well."""
+    """A detailed predictor that predictions for what is bright; stands in for `BundlePredictor` as well."""
 
     name = "bright <b>"
     provenance: dict[str, object] = {"checkpoint": {"sha256": "00ff"}, "settings": {"seed": 7}}  # noqa: RUF012
@@ -47,7 +47,7 @@ class Bright:
     def covered(self, size: tuple[int, int]) -> Box:
         return (0, 0, *size)
 
-    def looks(self, paths: Sequence[Path]) -> Iterator[Look | str]:
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
         observe = Preprocessing((16, 16))
         for index, path in enumerate(paths):
             if path.stat().st_size < 100:
@@ -55,10 +55,10 @@ class Bright:
                 continue
             image = observe(path)
             anomaly_map = (image.mean(axis=0) + 1) * 127.5
-            yield Look(float(anomaly_map.max()), anomaly_map, 10.0 * (index + 1), image * 0.5)
+            yield Prediction(float(anomaly_map.max()), anomaly_map, 10.0 * (index + 1), image * 0.5)
 
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
-        raise AssertionError("a detailed judge is asked for looks")
+        raise AssertionError("a detailed predictor is asked for predictions")
 
 
 def evaluated(root: Path, out: Path | None = None, threshold: float | None = 160.0) -> Evaluation:
@@ -93,16 +93,19 @@ def test_each_kind_of_defect_is_measured_against_the_good_images(make_category: 
             path.rename(root / part / "mark <i>" / path.name)
     (category,) = find_categories(root)
     found = evaluate(Bright(), category, out=tmp_path / "out")
-    assert [(kind.kind, kind.images) for kind in found.kinds] == [("mark <i>", 2), ("spot", 4)]
-    for kind in found.kinds:
+    assert [(kind.kind, kind.images) for kind in found.defect_types] == [("mark <i>", 2), ("spot", 4)]
+    for kind in found.defect_types:
         own = replace(category, test=tuple(one for one in category.test if one.kind in ("good", kind.kind)))
         alone = evaluate(Bright(), own)
         assert kind.image_auroc == alone.metrics["image_auroc"]
         assert kind.pixel_auroc == pytest.approx(alone.metrics["pixel_auroc"], abs=1e-4)
-        assert not alone.kinds
+        assert not alone.defect_types
     stored = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert stored["kinds"] == [kind.to_json() for kind in found.kinds]
-    assert f"| disc | spot | 4 | {found.kinds[1].image_auroc:.4f} |" in (tmp_path / "out" / "results.md").read_text()
+    assert stored["kinds"] == [kind.to_json() for kind in found.defect_types]
+    assert (
+        f"| disc | spot | 4 | {found.defect_types[1].image_auroc:.4f} |"
+        in (tmp_path / "out" / "results.md").read_text()
+    )
     assert "<td>mark &lt;i&gt;</td><td>2</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -118,7 +121,7 @@ def test_pictures_show_image_reconstruction_heat_and_truth(make_category: MakeCa
         contour = (tiles[3] == (0, 255, 80)).all(axis=2)
         assert contour.any() == ("_spot_" in path.name)  # the truth is drawn, and only where there is one
         halved = (tiles[0] - 127.5) * 0.5 + 127.5
-        assert np.abs(tiles[1] - halved).max() < 2  # the reconstruction that the judge made up
+        assert np.abs(tiles[1] - halved).max() < 2  # the reconstruction that the predictor made up
 
 
 def test_what_is_right_and_wrong_follows_the_threshold(make_category: MakeCategory, tmp_path: Path) -> None:
@@ -177,9 +180,9 @@ def test_several_categories_share_one_report(make_category: MakeCategory, tmp_pa
 
 def test_a_table_marks_what_uses_the_test_set(make_category: MakeCategory) -> None:
     (category,) = find_categories(make_category())
-    judge = Bright()
-    judge.notes = ("these numbers use the test set",)
-    assert "- disc: these numbers use the test set" in markdown([evaluate(judge, category)])
+    predictor = Bright()
+    predictor.notes = ("these numbers use the test set",)
+    assert "- disc: these numbers use the test set" in markdown([evaluate(predictor, category)])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -205,7 +208,7 @@ def test_a_folder_that_cannot_be_made_is_named(make_category: MakeCategory, tmp_
 
 @pytest.fixture
 def bright(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mdps.benchmarks.judges, "BundleJudge", Bright)
+    monkeypatch.setattr(mdps.benchmarks.evaluate.bundle, "BundlePredictor", Bright)
 
 
 @pytest.mark.usefixtures("bright")
@@ -215,7 +218,7 @@ def test_one_category_is_one_object_on_stdout(make_category: MakeCategory, capsy
     obj = json.loads(streams.out)
     assert set(obj) == {*METRICS, "category", "images", "provenance", "problems"}
     assert obj["images"] == 7
-    assert streams.err == ""  # no bar where nobody looks
+    assert streams.err == ""  # no bar where nobody predictions
 
 
 @pytest.mark.usefixtures("bright")

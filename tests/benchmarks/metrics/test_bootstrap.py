@@ -5,15 +5,13 @@ import pytest
 from scipy import stats
 
 from mdps.benchmarks import metrics
-from mdps.benchmarks.bootstrap import (
+from mdps.benchmarks.metrics.bootstrap import (
     ImageScores,
     Interval,
     bootstrap,
     bootstrap_difference,
-    bootstrap_image_auroc,
-    bootstrap_pixel_auroc,
 )
-from mdps.benchmarks.streaming import PixelCounts
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.runtime.errors import UsageError
 
 
@@ -35,7 +33,7 @@ def counts_of(rng, good=8, bad=8, shift=1.0, level=0.0):
 def test_the_value_is_the_metric_itself():
     labels, scores = scores_of(np.random.default_rng(0))
     scores = np.round(scores, 1)  # ties
-    interval = bootstrap_image_auroc(labels, scores, resamples=200)
+    interval = bootstrap(ImageScores(labels, scores), resamples=200)
     assert interval.value == pytest.approx(metrics.auroc(labels, scores), abs=1e-12)
     assert interval.low < interval.value < interval.high
 
@@ -67,7 +65,7 @@ def test_the_interval_is_scipys():
         batch=250,
         rng=np.random.default_rng(5),
     ).confidence_interval
-    ours = bootstrap_image_auroc(labels, scores, resamples=5000)
+    ours = bootstrap(ImageScores(labels, scores), resamples=5000)
     assert ours.low == pytest.approx(theirs.low, abs=4e-3)
     assert ours.high == pytest.approx(theirs.high, abs=4e-3)
 
@@ -76,7 +74,7 @@ def test_an_interval_of_95_percent_holds_the_true_value_that_often():
     """Normal scores a distance d apart have AUROC Phi(d / sqrt 2). 300 test sets leave 1.3 percent of chance."""
     rng = np.random.default_rng(2)
     true = stats.norm.cdf(1.2 / np.sqrt(2))
-    intervals = [bootstrap_image_auroc(*scores_of(rng), resamples=300, seed=index) for index in range(300)]
+    intervals = [bootstrap(ImageScores(*scores_of(rng)), resamples=300, seed=index) for index in range(300)]
     held = np.mean([interval.low <= true <= interval.high for interval in intervals])
     assert 0.90 < held < 0.985
 
@@ -85,9 +83,7 @@ def test_pixel_intervals_hold_the_true_value_though_pixels_of_an_image_go_togeth
     """Defects of an image share a random height: drawing pixels and not images would hold it in far fewer cases."""
     rng = np.random.default_rng(3)
     true = stats.norm.cdf(1.0 / np.sqrt(2 + 0.8**2))
-    intervals = [
-        bootstrap_pixel_auroc(counts_of(rng, 20, 40, level=0.8), resamples=200, seed=index) for index in range(60)
-    ]
+    intervals = [bootstrap(counts_of(rng, 20, 40, level=0.8), resamples=200, seed=index) for index in range(60)]
     held = np.mean([interval.low <= true <= interval.high for interval in intervals])
     assert held > 0.85  # three standard deviations below 0.95
 
@@ -129,29 +125,29 @@ def test_each_kind_is_drawn_as_often_as_there_are_images_of_it():
 
 def test_equal_seeds_give_equal_intervals():
     counts = counts_of(np.random.default_rng(0))
-    first = bootstrap_pixel_auroc(counts, resamples=100, seed=3)
-    assert first == bootstrap_pixel_auroc(counts, resamples=100, seed=3)
-    assert first != bootstrap_pixel_auroc(counts, resamples=100, seed=4)
-    assert first.value == bootstrap_pixel_auroc(counts, resamples=100, seed=4).value
+    first = bootstrap(counts, resamples=100, seed=3)
+    assert first == bootstrap(counts, resamples=100, seed=3)
+    assert first != bootstrap(counts, resamples=100, seed=4)
+    assert first.value == bootstrap(counts, resamples=100, seed=4).value
 
 
 def test_a_lower_level_is_a_narrower_interval():
     labels, scores = scores_of(np.random.default_rng(0))
-    wide, narrow = (bootstrap_image_auroc(labels, scores, level=level) for level in (0.95, 0.5))
+    wide, narrow = (bootstrap(ImageScores(labels, scores), level=level) for level in (0.95, 0.5))
     assert wide.low < narrow.low < narrow.high < wide.high
 
 
 def test_what_cannot_be_resampled_is_refused():
     labels, scores = scores_of(np.random.default_rng(0))
     with pytest.raises(UsageError, match="needs both kinds"):
-        bootstrap_image_auroc(np.zeros(5), np.arange(5))
+        bootstrap(ImageScores(np.zeros(5), np.arange(5)))
     with pytest.raises(UsageError, match="good and defective"):
-        bootstrap_pixel_auroc(counts_of(np.random.default_rng(0), bad=0))
+        bootstrap(counts_of(np.random.default_rng(0), bad=0))
     with pytest.raises(UsageError, match="good and defective"):
-        bootstrap_pixel_auroc(PixelCounts())
+        bootstrap(PixelCounts())
     with pytest.raises(UsageError, match=r"same images.*100 images, 60 defective.*99 images, 59 defective"):
         bootstrap_difference(ImageScores(labels, scores), ImageScores(labels[:-1], scores[:-1]))
     with pytest.raises(UsageError, match="resamples"):
-        bootstrap_image_auroc(labels, scores, resamples=0)
+        bootstrap(ImageScores(labels, scores), resamples=0)
     with pytest.raises(UsageError, match="level"):
-        bootstrap_image_auroc(labels, scores, level=1.0)
+        bootstrap(ImageScores(labels, scores), level=1.0)

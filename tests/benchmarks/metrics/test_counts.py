@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import auc, roc_auc_score
 
-from mdps.benchmarks.counts import PixelCounts
+from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.runtime.errors import UsageError
 
 

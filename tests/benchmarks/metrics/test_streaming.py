@@ -10,8 +10,8 @@ import pytest
 from scipy.ndimage import label
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from mdps.benchmarks.streaming import PixelMetrics
-from mdps.benchmarks.tables import Cells
+from mdps.benchmarks.metrics.pixels import PixelMetrics
+from mdps.benchmarks.metrics.tables import Cells
 from mdps.runtime.errors import UsageError
 
 LIMITS = (0.3, 0.05, 1.0)
@@ -301,7 +301,7 @@ def image(index):
     return truth, np.clip(np.rint((values + 6) * 2**20), 0, 2**24 - 1).astype(np.float32)
 """
 OURS = """
-from mdps.benchmarks.streaming import PixelMetrics
+from mdps.benchmarks.metrics.pixels import PixelMetrics
 metrics = PixelMetrics()
 for index in range(2000):
     metrics.add(*image(index))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mdps.benchmarks.tables import Cells, compact, group_starts, merge, tabulate
+from mdps.benchmarks.metrics.tables import Cells, compact, group_starts, merge, tabulate
 
 
 def test_a_group_holds_no_more_than_a_cell_and_keeps_its_place():

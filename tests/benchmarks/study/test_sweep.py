@@ -9,15 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mdps.benchmarks import sweep_data
-from mdps.benchmarks.datasets import find_categories
+from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.evaluate import evaluate
-from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.benchmarks.options import SweepOptions
-from mdps.benchmarks.reproduce.bundles import Bundles
-from mdps.benchmarks.sweep import PLAIN_TERMS, Setting, Sweep, Trial, _best, run_sweep, sweep
-from mdps.benchmarks.sweep_report import markdown, plot
-from mdps.benchmarks.sweep_terms import Scoring, Terms, draw, masks, scores
+from mdps.benchmarks.study import Bundles
+from mdps.benchmarks.study.sweep import (
+    PLAIN_TERMS,
+    Setting,
+    Sweep,
+    Trial,
+    _best,
+    markdown,
+    plot,
+    run_sweep,
+    sweep,
+)
+from mdps.benchmarks.study.terms import Scoring, Terms, draw, load_test_set, masks, scores
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import load
@@ -151,7 +159,7 @@ def test_the_default_is_what_an_evaluation_of_a_default_export_measures(
     swept: tuple[Path, Sweep], dataset: Path, bundles: Bundles, small_checkpoint: Path
 ) -> None:
     (category,) = find_categories(dataset)
-    with BundleJudge(bundles.get(small_checkpoint, "disc", {}), threads=1) as judge:
+    with BundlePredictor(bundles.get(small_checkpoint, "disc", {}), threads=1) as judge:
         alone = evaluate(judge, category).metrics
     assert swept[1].default.image_auroc == pytest.approx(alone["image_auroc"], abs=1e-9)
     assert swept[1].default.pixel_auroc == pytest.approx(alone["pixel_auroc"], abs=1e-4)
@@ -163,7 +171,7 @@ def test_samples_are_drawn_once(
     def refuse(*_: Any) -> Terms:
         raise AssertionError("drawn again")
 
-    monkeypatch.setattr(sweep_data, "draw", refuse)
+    monkeypatch.setattr("mdps.benchmarks.study.terms.draw", refuse)
     again = sweep(small_checkpoint, dataset, swept[0], OPTIONS)
     assert again.trials == swept[1].trials
     with pytest.raises(AssertionError, match="drawn again"):
@@ -182,8 +190,8 @@ def test_several_categories_need_a_choice(make_category: Callable[..., Path], pl
     from mdps.runtime.preprocessing import Preprocessing
 
     with pytest.raises(UsageError, match="has a, b: name one with --category"):
-        sweep_data.load_test_set(root, None, Preprocessing(image_size=(32, 32)), 1, 256)
-    found = sweep_data.load_test_set(root, "b", Preprocessing(image_size=(32, 32)), 1, 256)
+        load_test_set(root, None, Preprocessing(image_size=(32, 32)), 1, 256)
+    found = load_test_set(root, "b", Preprocessing(image_size=(32, 32)), 1, 256)
     assert found.observations.shape == (2, 3, 32, 32)
     assert found.labels.tolist() == [False, True]
 

@@ -1,4 +1,4 @@
-"""The numbers that the paper printed, from `benchmarks/paper.json`."""
+"""The paper's tables: the numbers it printed, from `paper.json`, and the variants of our detector in each."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mdps.benchmarks.study import Changes, Variant, plain_name
+from mdps.runtime.errors import UsageError
+
+TABLES = ("1", "2", "3", "4", "5", "ablation", "rho")
+OWN_METHODS = {"1": ("anoddpm", "autoddpm"), "2": ("anoddpm", "autoddpm"), "3": ("autoddpm",)}
+SAMPLES = {"1": (1, 16), "2": (1, 16), "5": (1, 2, 4, 8, 16), "ablation": (1, 16)}
+# Another method has settings of its own; what is chosen for MDPS says nothing of them.
+_PUBLISHED: Mapping[str, Any] = dict.fromkeys(
+    (
+        "preset", "gradient", "guidance_norm", "guidance_scale", "masked_guidance_scale", "noise_level", "steps",
+        "mask_pass", "mask_lambda", "mask_range", "stages", "eta", "pixel", "smoothing_sigma", "top",
+    )
+)  # fmt: skip
 AVERAGE = "average"
-_FILE = Path(__file__).parents[1] / "paper.json"
-_PREFIXES = ("mvtec_ad_", "mvtec_", "btad_", "btech_")
+_FILE = Path(__file__).with_name("paper.json")
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,6 @@ class PaperTable:
         return {metric: fmean(cell[metric] for cell in cells) for metric in self.metrics} if cells else {}
 
 
-def plain_name(category: str) -> str:
-    """A category's name without the data set's, case and separators: "mvtec_metal-nut" is "metalnut"."""
-    plain = category.lower().replace("-", "_").replace(" ", "_")
-    for prefix in _PREFIXES:
-        plain = plain.removeprefix(prefix)
-    return plain.replace("_", "")
-
-
 @cache
 def paper_table(name: str) -> PaperTable | None:
     """Table `name` ("1" to "5"), or None for what the paper shows as a figure without numbers."""
@@ -87,3 +91,38 @@ def method_label(method: str) -> str:
 def _load() -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
     return loaded
+
+
+def variants(
+    table: str, samples: tuple[int, ...], methods: tuple[str, ...], scales: tuple[float, ...]
+) -> tuple[Variant, ...]:
+    """The rows of a table that our own sampler makes, in its order; `methods` are other detectors on our denoiser."""
+    if table == "4":
+        return METRICS
+    if table == "rho":
+        return tuple(Variant(f"rho_{scale:g}", f"rho = {scale:g}", Changes(guidance_scale=scale)) for scale in scales)
+    if table == "ablation":
+        return (*ABLATION, *METRICS[:2], *(_samples(count) for count in samples if count > 1))
+    if table not in TABLES:
+        raise UsageError(f"there is no table {table!r}; there are {', '.join(TABLES)}")
+    others = tuple(Variant(name, method_label(name), export={**_PUBLISHED, "method": name}) for name in methods)
+    return (*(_samples(count) for count in samples), *others)
+
+
+def _samples(count: int) -> Variant:
+    return Variant(f"mdps_{count}", f"MDPS, N_s = {count}", Changes(samples=count))
+
+
+# Table 4. Without stages no features are compared, with eta 0 no pixels.
+METRICS = (
+    Variant("pixel_only", method_label("pixel_only"), Changes(samples=1), {"stages": (), "eta": 1.0, "pixel": "l1"}),
+    Variant("perceptual_only", method_label("perceptual_only"), Changes(samples=1), {"eta": 0.0}),
+    Variant("both", method_label("both"), Changes(samples=1)),
+)
+# The paper's section "Effectiveness of MDPS". Without guidance and mask what is left is DDIM.
+ABLATION = (
+    Variant("full", "MDPS", Changes(samples=1)),
+    Variant("no_mask", "without mask", Changes(samples=1), first_pass=True),
+    Variant("no_posterior", "without posterior (rho = 0)", Changes(guidance_scale=0.0, samples=1)),
+    Variant("vanilla", "vanilla DDIM", Changes(guidance_scale=0.0, samples=1), first_pass=True),
+)

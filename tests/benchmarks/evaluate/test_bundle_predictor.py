@@ -1,4 +1,4 @@
-"""A bundle as a judge: against a loop over its detector, with other passes, crops, mask ranges and calibrations."""
+"""A bundle as a predictor: against a loop over its detector, with other passes, crops, mask ranges and calibrations."""
 
 import hashlib
 import json
@@ -13,9 +13,10 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from mdps.benchmarks.datasets import Category, find_categories
+from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data.samples import Category
 from mdps.benchmarks.evaluate import evaluate
-from mdps.benchmarks.judges import BundleJudge
+from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.runtime import load
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import CalibrationError, UsageError
@@ -46,8 +47,8 @@ def copy_of(tiny_bundle: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_bundle: Path) -> Iterator[BundleJudge]:
-    with BundleJudge(tiny_bundle, threads=1, batch=2) as opened:
+def predictor(tiny_bundle: Path) -> Iterator[BundlePredictor]:
+    with BundlePredictor(tiny_bundle, threads=1, batch=2) as opened:
         yield opened
 
 
@@ -81,8 +82,10 @@ def pixels(category: Category, maps: list[np.ndarray], cut: tuple[slice, slice])
 ALL = (slice(None), slice(None))
 
 
-def test_an_evaluation_is_a_loop_over_the_detector(tiny_bundle: Path, judge: BundleJudge, category: Category) -> None:
-    found = evaluate(judge, category)
+def test_an_evaluation_is_a_loop_over_the_detector(
+    tiny_bundle: Path, predictor: BundlePredictor, category: Category
+) -> None:
+    found = evaluate(predictor, category)
     with load(tiny_bundle, calibrated=False, threads=1) as detector:
         results = [detector(path) for path in paths_of(category)]
     truth, values = pixels(category, [result.anomaly_map for result in results], ALL)
@@ -93,28 +96,29 @@ def test_an_evaluation_is_a_loop_over_the_detector(tiny_bundle: Path, judge: Bun
     np.testing.assert_allclose([row.score for row in found.rows], scores, rtol=1e-5)
 
 
-def test_a_judge_gives_score_and_map_for_each_path_in_order(judge: BundleJudge, category: Category) -> None:
-    answers = list(judge(paths_of(category)))
-    (last,) = judge(paths_of(category)[-1:])
+def test_a_judge_gives_score_and_map_for_each_path_in_order(predictor: BundlePredictor, category: Category) -> None:
+    answers = list(predictor(paths_of(category)))
+    (last,) = predictor(paths_of(category)[-1:])
     assert len(answers) == 5
     assert answers[-1][0] == pytest.approx(last[0], abs=1e-5)
     np.testing.assert_allclose(answers[-1][1], last[1], atol=1e-5)
 
 
-def test_a_broken_image_is_answered_with_a_sentence(judge: BundleJudge, category: Category) -> None:
+def test_a_broken_image_is_answered_with_a_sentence(predictor: BundlePredictor, category: Category) -> None:
     paths = paths_of(category)
-    whole = list(judge.looks(paths))
+    whole = list(predictor.predictions(paths))
     paths[1].write_bytes(b"torn")
-    found = list(judge.looks(paths))
+    found = list(predictor.predictions(paths))
     assert isinstance(found[1], str)
     assert paths[1].name in found[1]
-    assert [look.score for look in found if not isinstance(look, str)] == pytest.approx(
-        [look.score for index, look in enumerate(whole) if index != 1 and not isinstance(look, str)], abs=1e-5
+    assert [prediction.score for prediction in found if not isinstance(prediction, str)] == pytest.approx(
+        [prediction.score for index, prediction in enumerate(whole) if index != 1 and not isinstance(prediction, str)],
+        abs=1e-5,
     )
 
 
-def test_provenance_names_what_computed(tiny_bundle: Path, judge: BundleJudge) -> None:
-    found = judge.provenance
+def test_provenance_names_what_computed(tiny_bundle: Path, predictor: BundlePredictor) -> None:
+    found = predictor.provenance
     assert found["bundle_sha256"] == hashlib.sha256((tiny_bundle / "manifest.json").read_bytes()).hexdigest()
     assert found["checkpoint"] == Manifest.read(tiny_bundle).checkpoint.to_json()
     assert found["settings"] == Manifest.read(tiny_bundle).settings.to_json()
@@ -146,9 +150,9 @@ def test_truth_goes_where_the_image_went(
         maps = [detector(path).anomaly_map[cut_map] for path in paths_of(category)]
     truth, values = pixels(category, maps, cut_truth)
     assert truth.any()
-    with BundleJudge(bundle, threads=1) as judge:
-        found = evaluate(judge, category)
-        shown = judge.crop
+    with BundlePredictor(bundle, threads=1) as predictor:
+        found = evaluate(predictor, category)
+        shown = predictor.crop
     assert found.metrics["pixel_auroc"] == pytest.approx(roc_auc_score(truth, values), abs=1e-5)
     box = (cut_truth[1].start, cut_truth[0].start, cut_truth[1].stop, cut_truth[0].stop)
     assert shown == (None if preprocessing.roi else pytest.approx([edge / 40 for edge in box]))
@@ -160,8 +164,8 @@ def test_a_region_of_interest_outside_a_picture_is_that_pictures_error(
     from PIL import Image
 
     Image.new("L", (20, 20)).save(paths_of(category)[0])
-    with BundleJudge(copy_of(preprocessing=Preprocessing((32, 32), roi=(6, 2, 32, 36))), threads=1) as judge:
-        found = evaluate(judge, category)
+    with BundlePredictor(copy_of(preprocessing=Preprocessing((32, 32), roi=(6, 2, 32, 36))), threads=1) as predictor:
+        found = evaluate(predictor, category)
     assert [row.path for row in found.failed] == ["test/good/000.png"]
     assert "region of interest" in str(found.failed[0].error)
 
@@ -181,19 +185,19 @@ def test_a_region_of_interest_outside_a_picture_is_that_pictures_error(
     ids=["no mask pass", "seed", "samples", "scale and steps", "lambda"],
 )
 def test_settings_of_the_passes_change_without_an_export(
-    tiny_bundle: Path, copy_of: Callable[..., Path], judge: BundleJudge, category: Category, change: Change
+    tiny_bundle: Path, copy_of: Callable[..., Path], predictor: BundlePredictor, category: Category, change: Change
 ) -> None:
     """As if the bundle had been exported so: only its manifest would differ."""
     one = paths_of(category)[-1:]
     bundle = copy_of(settings=change(Manifest.read(tiny_bundle).settings))
     with load(bundle, calibrated=False, threads=1) as detector:
         expected = detector(one[0])
-    with BundleJudge(tiny_bundle, changes=change, threads=1) as changed:
+    with BundlePredictor(tiny_bundle, changes=change, threads=1) as changed:
         ((value, anomaly_map),) = changed(one)
         assert changed.provenance["settings"] == Manifest.read(bundle).settings.to_json()
     assert value == pytest.approx(expected.score, rel=1e-5)
     np.testing.assert_allclose(anomaly_map, expected.anomaly_map, atol=1e-5)
-    ((unchanged, _),) = judge(one)
+    ((unchanged, _),) = predictor(one)
     assert value != pytest.approx(unchanged, rel=1e-5)
 
 
@@ -211,19 +215,19 @@ def test_settings_of_the_passes_change_without_an_export(
 )
 def test_what_the_graphs_compute_cannot_be_changed(tiny_bundle: Path, change: Change, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} .* in its graphs.*export the checkpoint again"):
-        BundleJudge(tiny_bundle, changes=change)
+        BundlePredictor(tiny_bundle, changes=change)
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_the_first_image(tiny_bundle: Path) -> None:
     with pytest.raises(UsageError, match="not divisible by 7 steps"):
-        BundleJudge(tiny_bundle, changes=lambda s: sampler(first_pass=replace(s.sampler.first_pass, steps=7))(s))
+        BundlePredictor(tiny_bundle, changes=lambda s: sampler(first_pass=replace(s.sampler.first_pass, steps=7))(s))
 
 
 def test_guidance_cannot_be_asked_of_a_bundle_exported_without(tiny_bundle: Path, copy_of: Callable[..., Path]) -> None:
     manifest = Manifest.read(tiny_bundle)
     plain = {role: graph for role, graph in manifest.graphs.items() if role != "guided_step"}
     with pytest.raises(UsageError, match=r"exported without guidance.*--guidance-scale"):
-        BundleJudge(copy_of(graphs=plain))
+        BundlePredictor(copy_of(graphs=plain))
 
 
 # Mask ranges
@@ -235,11 +239,11 @@ def test_the_range_of_the_whole_test_set_is_measured_and_said(tiny_bundle: Path,
         observations = np.stack([plain.preprocessing(path) for path in paths])
         firsts = [plain.inspect(observations[i : i + 1]).first_map for i in range(len(paths))]
     low, high = min(m.min() for m in firsts), max(m.max() for m in firsts)
-    with BundleJudge(tiny_bundle, changes=mask_settings(range="dataset", mask_lambda=0.5), threads=1) as judge:
-        found = evaluate(judge, category)
-        scores = [judge._detector.inspect(o[None], mask_range=(low, high)).anomaly_score[0] for o in observations]
+    with BundlePredictor(tiny_bundle, changes=mask_settings(range="dataset", mask_lambda=0.5), threads=1) as predictor:
+        found = evaluate(predictor, category)
+        scores = [predictor._detector.inspect(o[None], mask_range=(low, high)).anomaly_score[0] for o in observations]
     np.testing.assert_allclose([row.score for row in found.rows], scores, rtol=1e-4)
-    with BundleJudge(tiny_bundle, changes=mask_settings(mask_lambda=0.5), threads=1) as per_image:
+    with BundlePredictor(tiny_bundle, changes=mask_settings(mask_lambda=0.5), threads=1) as per_image:
         others = [row.score for row in evaluate(per_image, category).rows]
     assert not np.allclose(others, scores, rtol=1e-4)
     assert found.provenance["uses_test_set"] is True
@@ -248,8 +252,8 @@ def test_the_range_of_the_whole_test_set_is_measured_and_said(tiny_bundle: Path,
 
 def test_the_range_leaves_out_what_cannot_be_read(tiny_bundle: Path, category: Category) -> None:
     paths_of(category)[0].write_bytes(b"")
-    with BundleJudge(tiny_bundle, changes=mask_settings(range="dataset"), threads=1, batch=2) as judge:
-        found = evaluate(judge, category)
+    with BundlePredictor(tiny_bundle, changes=mask_settings(range="dataset"), threads=1, batch=2) as predictor:
+        found = evaluate(predictor, category)
     assert len(found.failed) == 1
     assert found.images == 4
 
@@ -258,10 +262,13 @@ def test_a_frozen_range_needs_its_calibration(
     tiny_bundle: Path, copy_of: Callable[..., Path], category: Category
 ) -> None:
     bundle = copy_of(settings=mask_settings(range="frozen")(Manifest.read(tiny_bundle).settings))
-    with BundleJudge(bundle, threads=1) as judge, pytest.raises(CalibrationError, match=r'"frozen" .*mdps calibrate'):
-        evaluate(judge, category)
-    with BundleJudge(bundle, changes=sampler(masked_pass=None), threads=1) as judge:
-        assert evaluate(judge, category, every=3).images == 2  # no pass runs under a mask
+    with (
+        BundlePredictor(bundle, threads=1) as predictor,
+        pytest.raises(CalibrationError, match=r'"frozen" .*mdps calibrate'),
+    ):
+        evaluate(predictor, category)
+    with BundlePredictor(bundle, changes=sampler(masked_pass=None), threads=1) as predictor:
+        assert evaluate(predictor, category, every=3).images == 2  # no pass runs under a mask
 
 
 # Calibrations
@@ -276,11 +283,11 @@ def calibration(**changes: Any) -> Calibration:
 
 
 def test_the_threshold_of_a_calibration_is_counted(
-    judge: BundleJudge, copy_of: Callable[..., Path], category: Category
+    predictor: BundlePredictor, copy_of: Callable[..., Path], category: Category
 ) -> None:
-    scores = [row.score or 0.0 for row in evaluate(judge, category).rows]
+    scores = [row.score or 0.0 for row in evaluate(predictor, category).rows]
     threshold = float(np.median(scores))
-    with BundleJudge(copy_of(calibrations={"default": calibration(threshold=threshold)}), threads=1) as calibrated:
+    with BundlePredictor(copy_of(calibrations={"default": calibration(threshold=threshold)}), threads=1) as calibrated:
         found = evaluate(calibrated, category)
     assert found.threshold == threshold
     assert found.verdicts() == {
@@ -296,15 +303,17 @@ def test_the_threshold_of_a_calibration_is_counted(
 def test_a_threshold_of_other_settings_is_not_counted_and_that_is_said(
     copy_of: Callable[..., Path], change: Change
 ) -> None:
-    with BundleJudge(copy_of(calibrations={"default": calibration()}), changes=change, threads=1) as judge:
-        assert judge.threshold is None
-        assert any("calibrated with other settings" in note for note in judge.notes)
+    with BundlePredictor(copy_of(calibrations={"default": calibration()}), changes=change, threads=1) as predictor:
+        assert predictor.threshold is None
+        assert any("calibrated with other settings" in note for note in predictor.notes)
 
 
 def test_another_seed_keeps_the_threshold(copy_of: Callable[..., Path]) -> None:
-    with BundleJudge(copy_of(calibrations={"default": calibration()}), changes=sampler(seed=3), threads=1) as judge:
-        assert judge.threshold == 0.5
-        assert not judge.notes
+    with BundlePredictor(
+        copy_of(calibrations={"default": calibration()}), changes=sampler(seed=3), threads=1
+    ) as predictor:
+        assert predictor.threshold == 0.5
+        assert not predictor.notes
 
 
 def test_an_early_exit_is_counted_and_keeps_the_threshold(
@@ -316,21 +325,21 @@ def test_an_early_exit_is_counted_and_keeps_the_threshold(
     middle = float(np.sort(whole.first_score)[2])  # of five
     known = calibration(threshold=max(middle, 0.5), first_quantiles=(middle,) * 19)
     bundle = copy_of(calibrations={"default": known})
-    with BundleJudge(bundle, early_exit=0.5, threads=1, batch=5) as judge:
-        found = evaluate(judge, category)
-        assert judge.threshold == known.threshold
-        assert evaluate(judge, category).problems == found.problems  # counted anew
+    with BundlePredictor(bundle, early_exit=0.5, threads=1, batch=5) as predictor:
+        found = evaluate(predictor, category)
+        assert predictor.threshold == known.threshold
+        assert evaluate(predictor, category).problems == found.problems  # counted anew
     left = whole.first_score <= middle
     expected = np.where(left, whole.first_score, whole.anomaly_score)
     np.testing.assert_allclose([row.score for row in found.rows], expected, rtol=1e-4)
     (said,) = [problem for problem in found.problems if "early exit" in problem]
     assert said.startswith("3 of 5 images skipped the masked pass (early exit 0.5)")
-    with BundleJudge(bundle, threads=1) as judge:
-        assert not judge.notes
+    with BundlePredictor(bundle, threads=1) as predictor:
+        assert not predictor.notes
     with pytest.raises(CalibrationError, match="early exit"):
-        BundleJudge(tiny_bundle, early_exit=0.5)
+        BundlePredictor(tiny_bundle, early_exit=0.5)
     with pytest.raises(CalibrationError, match="early exit"):
-        BundleJudge(bundle, changes=mask_settings(mask_lambda=0.3), early_exit=0.5)
+        BundlePredictor(bundle, changes=mask_settings(mask_lambda=0.3), early_exit=0.5)
 
 
 def test_a_calibrated_range_holds_for_the_same_first_pass_only(
@@ -342,15 +351,15 @@ def test_a_calibrated_range_holds_for_the_same_first_pass_only(
     with load(bundle, threads=1) as detector:
         expected = detector.inspect(detector.preprocessing(one[0])[None], mask_range=(0.0, 2.0)).anomaly_score[0]
     other_second = sampler(masked_pass=frozen.sampler.masked_pass and replace(frozen.sampler.masked_pass, steps=1))
-    with BundleJudge(bundle, threads=1) as judge:
-        assert next(judge(one))[0] == pytest.approx(expected, rel=1e-5)
-    with BundleJudge(bundle, changes=other_second, threads=1) as judge:
-        assert next(judge(one))[0] != pytest.approx(expected, rel=1e-5)
+    with BundlePredictor(bundle, threads=1) as predictor:
+        assert next(predictor(one))[0] == pytest.approx(expected, rel=1e-5)
+    with BundlePredictor(bundle, changes=other_second, threads=1) as predictor:
+        assert next(predictor(one))[0] != pytest.approx(expected, rel=1e-5)
     with pytest.raises(CalibrationError, match="another first pass"):
-        BundleJudge(bundle, changes=sampler(first_pass=replace(frozen.sampler.first_pass, steps=1)))
+        BundlePredictor(bundle, changes=sampler(first_pass=replace(frozen.sampler.first_pass, steps=1)))
 
 
 def test_an_unknown_product_is_refused(copy_of: Callable[..., Path]) -> None:
     bundle = copy_of(calibrations={"blue": calibration()})
     with pytest.raises(UsageError, match="no calibration for the product 'red', only for blue"):
-        BundleJudge(bundle, product="red")
+        BundlePredictor(bundle, product="red")
