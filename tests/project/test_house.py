@@ -60,7 +60,6 @@ def test_circles_are_found() -> None:
     assert circles(line | {"c": {"b"}, "e": {"f"}, "f": {"e"}}) == [["b", "c"], ["e", "f"]]
 
 
-@pytest.mark.xfail(strict=True, reason="circles in runtime, and one in export")
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports within functions and those for type checkers alone count: a circle of them is one in the mind, too."""
     assert Path(mdps.__file__).parent == ROOT

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from mdps.benchmarks.data.textures import TextureSet
 from mdps.benchmarks.demo import CHECKPOINT, PHOTO
-from mdps.benchmarks.textures import TextureSet
 from mdps.models.checkpoints import load_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime import load
