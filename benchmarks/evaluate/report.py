@@ -21,8 +21,8 @@ from mdps.benchmarks.kit import figure_png, table
 from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import read_image
-from mdps.serving.overlay import HeatRange, png, thumbnail
 from mdps.serving.folder import Row
+from mdps.serving.overlay import HeatRange, png, thumbnail
 from mdps.serving.report import HEAD, SCRIPT, embedded, flat, image_table, plain_text, settings_table
 
 _STYLE = (
