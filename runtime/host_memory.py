@@ -63,7 +63,7 @@ class HostNeed:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """What an engine takes, fitted: `library` once, then multiples of a graph's file, its weights, what lives in it.
+    """The fitted memory of an engine: `library` once, then multiples of a graph's file, its weights, what lives in it.
 
     `shifted` is `lives` for networks with scale-shift norms, whose buffers fit less well into the memory of others.
     """

@@ -11,14 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from mdps.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from mdps.runtime.preprocessing import Preprocessing
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 
@@ -134,6 +132,18 @@ def _check_regular(found: os.stat_result) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a file")
 
 
+class Framing(Protocol):
+    """The part of `Preprocessing` that decides which pictures are odd; that module opens files by this one."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) that pictures are resized to."""
+
+    @property
+    def roi(self) -> tuple[int, int, int, int] | None:
+        """The region of interest that is cut out before."""
+
+
 class Header(NamedTuple):
     """A file's own description: (width, height) and Pillow's mode."""
 
@@ -159,7 +169,7 @@ def known_headers(paths: Sequence[Path]) -> tuple[list[Path], list[Header]]:
     return files, headers
 
 
-def odd_pictures(paths: Sequence[Path], preprocessing: "Preprocessing") -> list[str]:
+def odd_pictures(paths: Sequence[Path], preprocessing: Framing) -> list[str]:
     """Sentences about image files that are to be judged. Files that cannot be read are passed over."""
     files, headers = known_headers(paths)
     said = [*deep(files, headers)]
@@ -169,7 +179,7 @@ def odd_pictures(paths: Sequence[Path], preprocessing: "Preprocessing") -> list[
     return said
 
 
-def odd_picture(image: "Image.Image", preprocessing: "Preprocessing") -> list[str]:
+def odd_picture(image: "Image.Image", preprocessing: Framing) -> list[str]:
     """Sentences about one picture that is to be judged."""
     height, width = preprocessing.image_size
     said = []

@@ -47,7 +47,7 @@ class FolderDetector(BatchDetector, Protocol):
 
     @property
     def calibration(self) -> Calibration | None:
-        """What good parts look like to it, where that is known."""
+        """The scores and maps of good parts, where they are known."""
 
 
 @dataclass(frozen=True)
