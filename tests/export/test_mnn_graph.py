@@ -85,9 +85,9 @@ def late_user() -> ModelProto:
 def test_operations_run_in_the_order_of_the_graph(tmp_path: Path) -> None:
     """As MNN itself calls them; by its converter's order `kept` would come last but one."""
     library = pytest.importorskip("MNN")
-    from mdps.export.mnn import write_mnn
+    from mdps.export.mnn import write
 
-    write_mnn(late_user(), tmp_path / "late.mnn")
+    write(late_user(), tmp_path / "late.mnn")
     interpreter = library.Interpreter(str(tmp_path / "late.mnn"))
     session = interpreter.createSession({"backend": "CPU", "numThread": 1})
     called: list[str] = []

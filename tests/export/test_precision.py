@@ -225,12 +225,12 @@ def half_bundles(line_bundle: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_half_bundle_says_so_and_reports_its_layers(half_bundles: dict[str, Path], line_bundle: Path) -> None:
     for precision, bundle in half_bundles.items():
         manifest = Manifest.read(bundle)
-        assert manifest.network["precision"] == precision
+        assert manifest.precision == precision
         assert manifest.parity["layers"]["input_blocks.0.0"].keys() == {"forward", "gradient"}
         assert all(check["error"] <= check["tolerance"] for check in manifest.parity["checks"].values())
         full = Manifest.read(line_bundle).files["denoiser.weights"].bytes
         assert manifest.files["denoiser.weights"].bytes < full
-    assert Manifest.read(line_bundle).network["precision"] == "fp32"
+    assert Manifest.read(line_bundle).precision == "fp32"
 
 
 def test_verdicts_of_an_fp16_bundle_are_those_of_fp32(

@@ -284,7 +284,7 @@ def test_an_fp16_file_that_disagrees_is_not_written(
 def test_a_bf16_bundle_is_refused(half: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(half, tmp_path / "bundle"))
     manifest = Manifest.read(copy)
-    replace(manifest, network={**manifest.network, "precision": "bf16"}).write(copy)
+    replace(manifest, precision="bf16").write(copy)
     with pytest.raises(UsageError, match=r"computes in bf16, .* --precision fp16 or fp32"):
         export_single_file(copy, tmp_path / "x.onnx")
 

@@ -47,9 +47,9 @@ def written(backend: str, model: onnx.ModelProto, folder: Path) -> Path:
     if backend != "mnn":
         write(model, folder / "g.onnx", WeightStore(folder / "g.weights"))
         return folder / "g.onnx"
-    from mdps.export.mnn import write_mnn
+    from mdps.export import mnn
 
-    write_mnn(model, folder / "g.mnn")
+    mnn.write(model, folder / "g.mnn")
     return folder / "g.mnn"
 
 
