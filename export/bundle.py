@@ -86,11 +86,7 @@ def export_bundle(
     _check(denoiser, settings, preprocessing)
     check_export(denoiser.config.to_json(), preprocessing.network_size, settings)
     own = named(options.engine) if options.engine else None
-    builder = None
-    if own and own.reads == "plans":
-        builder = Builder.of(own, options.compute_capability, options.precision)
-    elif own:
-        _writer_of(own).check_library()
+    builder = _builder(own, options)
     engines = _engines(options)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
@@ -107,6 +103,15 @@ def export_bundle(
             manifest = add_plans(folder, manifest, builder, options.max_batch, say)
         manifest.write(folder)
     return out
+
+
+def _builder(own: Engine | None, options: ExportOptions) -> Builder | None:
+    """Return what builds the engine's plans; for other files of its own, check that their library is there."""
+    if own and own.reads == "plans":
+        return Builder.of(own, options.compute_capability, options.precision)
+    if own:
+        _writer_of(own).check_library()
+    return None
 
 
 def _trained_preprocessing(denoiser: Denoiser) -> Preprocessing:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import grimp
-import pytest
 
 import mdps
 from mdps.cli import cli
@@ -103,7 +102,6 @@ def test_no_function_is_long() -> None:
     assert {place: count for place, count in lengths().items() if count > MOST_LINES} == {}
 
 
-@pytest.mark.xfail(strict=True, reason="170 do")
 def test_no_docstring_begins_with_what_or_as() -> None:
     documented = nodes([*SOURCES, *TESTS], ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     assert [place for place, node in documented if (ast.get_docstring(node) or "").startswith(("What ", "As `"))] == []
