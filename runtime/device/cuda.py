@@ -370,7 +370,7 @@ def _remedy(code: int) -> str:
 
 
 def _release(cuda: Any, name: str, handles: list[Any]) -> None:
-    """Let go of all, whatever is said of each."""
+    """Free all handles, ignoring errors."""
     for handle in handles:
         with suppress(BackendError):
             _call(cuda, name, handle)
