@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import require
-from mdps.runtime.option import Option
+from mdps.runtime.option import Option, check_ranges
 from mdps.runtime.settings import EXIT_SHARES
 
 SCALES = (10.0, 20.0, 50.0, 100.0, 200.0, 300.0)
@@ -201,18 +201,30 @@ class CheckOptions:
 
     `device` is a card as in `find`; with `cpu` the engines of the processor are checked. `samples` (N_s) is measured
     besides 1, `steps` of each pass, each engine at most `rounds` times. `matrix_side` is of the rates' products,
-    `authors_size` the side of that network's images.
+    `authors_size` the side of that network's images. Raises UsageError for a name that is not known.
     """
 
-    minutes: float = 6.0
-    work: Path | None = None
-    device: str | None = None
-    cpu: bool = False
-    networks: tuple[str, ...] = ("demo", "authors")
-    precisions: tuple[str, ...] = ("fp32", "fp16")
-    samples: int = 16
-    steps: int = 10
-    rounds: int = 200
-    matrix_side: int = 8192
-    authors_size: int = 256
+    minutes: Annotated[float, Option("At most.", low=0, above=True)] = 6.0
+    work: Annotated[
+        Path | None, Option("Folder of bundles, plans and the oracle's numbers, used again [default: work in --out].")
+    ] = None
+    device: Annotated[
+        str | None, Option("Card: its index as nvidia-smi shows it, or its UUID [default: the first].")
+    ] = None
+    cpu: Annotated[bool, Option("Check the engines of the processor; every other is named with the reason.")] = False
+    networks: Annotated[
+        tuple[str, ...], Option("Of the demo's network and one of the authors' size.", example="demo,authors")
+    ] = ("demo", "authors")
+    precisions: Annotated[tuple[str, ...], Option("Of the denoiser.", example="fp32,fp16")] = ("fp32", "fp16")
+    samples: Annotated[int, Option("N_s to measure besides 1.", low=2)] = 16
+    steps: Annotated[int, Option("Of each pass.", low=1)] = 10
+    rounds: Annotated[int, Option("Runs of each, at most.", low=1)] = 200
+    matrix_side: Annotated[int, Option("Of the rates' products.", low=16, seldom=True)] = 8192
+    authors_size: Annotated[int, Option("Side of the images of the authors' network.", low=32, seldom=True)] = 256
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for given, known in ((self.networks, ("demo", "authors")), (self.precisions, ("fp32", "fp16"))):
+            for name in given:
+                require(name in known, f"there is no {name!r}: choose among {', '.join(known)}")
