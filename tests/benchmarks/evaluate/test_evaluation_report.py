@@ -28,15 +28,17 @@ MakeCategory = Callable[..., Path]
 
 
 class Bright:
-    """A detailed predictor that predictions for what is bright; stands in for `BundlePredictor` as well."""
+    """A detailed predictor that looks for what is bright; stands in for `BundlePredictor` as well."""
 
     name = "bright <b>"
     provenance: dict[str, object] = {"checkpoint": {"sha256": "00ff"}, "settings": {"seed": 7}}  # noqa: RUF012
     crop: Box | None = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, bundle: Path | None = None, threshold: float | None = 160.0, **options: Any) -> None:
-        self.threshold, self.options = threshold, options
+    def __init__(
+        self, bundle: Path | None = None, asked: Any = None, *, threshold: float | None = 160.0, **_: Any
+    ) -> None:
+        self.threshold = threshold
 
     def __enter__(self) -> "Bright":
         return self
