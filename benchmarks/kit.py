@@ -18,9 +18,8 @@ import numpy as np
 from mdps.runtime.atomic import write_bytes, write_text
 from mdps.runtime.choice import cpu_model
 from mdps.runtime.errors import MdpsError
+from mdps.runtime.machine import available_cpus, installed
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.threads import available_cpus
-from mdps.runtime.versions import installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -39,6 +39,7 @@ from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, step_role
 from mdps.runtime.host_memory import check_export
 from mdps.runtime.loading import open_graphs, open_pipeline
+from mdps.runtime.machine import versions
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.reference import COMPARED, Compared, Reference, compared
@@ -47,7 +48,6 @@ from mdps.runtime.sampler import step_scalars
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
-from mdps.runtime.versions import versions
 
 Say = Callable[[str], None]
 FORMS = {row.form: row for row in ENGINES if row.norms or row.name == DEFAULT}

@@ -13,8 +13,7 @@ from mdps.export.engine import Builder, Profile
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.errors import require
 from mdps.runtime.graphs import SCORE, STEPS
-from mdps.runtime.manifest import FileEntry, GraphEntry, Manifest
-from mdps.runtime.plans import PlanEntry
+from mdps.runtime.manifest import FileEntry, GraphEntry, Manifest, PlanEntry
 
 Range = tuple[int, int, int]
 

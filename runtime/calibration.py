@@ -4,17 +4,24 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError, require
-from mdps.runtime.plausibility import IMAGES, Judge, noise_doubt
-from mdps.runtime.preprocessing import Picture
+from mdps.runtime.pipeline import Inspection
+from mdps.runtime.preprocessing import Picture, Preprocessing
 from mdps.runtime.records import Record
-from mdps.runtime.settings import EXIT_SHARES
+from mdps.runtime.schedule import NoiseSchedule, Step
+from mdps.runtime.settings import EXIT_SHARES, Settings
+
+Array = NDArray[np.float32]
+IMAGES = 8
+SIGNAL = 0.5  # alpha of the x_t it is tried on: below it a wrong `prediction` shows less, above it wrong norms do
+LIMIT = 0.5  # of the filter's error
+NEGLIGIBLE = 0.01  # mean squared error that is right whatever the images: of nearly smooth ones the filter's is smaller
 
 
 class CalibrationWarning(UserWarning):
@@ -64,7 +71,33 @@ class Calibration(Record):
         return (self.mask_low, self.mask_high)
 
 
-def good_threshold(scores: NDArray[np.float32], false_alarm_rate: float) -> tuple[float, float]:
+class Judge(Protocol):
+    """The members of a `Detector` that a calibration asks for."""
+
+    preprocessing: Preprocessing
+    engine: str
+
+    @property
+    def settings(self) -> Settings:
+        """Those it judges with."""
+
+    @property
+    def schedule(self) -> NoiseSchedule:
+        """The one its denoiser was trained on."""
+
+    def inspect(
+        self, observations: Array, *, mask_range: tuple[float, float] | None = None, early_exit: bool = True
+    ) -> Inspection:
+        """Return the arrays behind results."""
+
+    def first_maps(self, observations: Array) -> Array:
+        """Return the maps of the first pass alone."""
+
+    def predicted_noise(self, noised: Array, step: Step) -> Array:
+        """Return what the first pass's denoiser takes for the noise."""
+
+
+def good_threshold(scores: Array, false_alarm_rate: float) -> tuple[float, float]:
     """Threshold from scores [n] of good images, and the false-alarm rate it promises.
 
     The k-th smallest of n scores, k = ceil((n + 1)(1 - rate)), is exceeded by the next good image with a probability of
@@ -80,7 +113,7 @@ def good_threshold(scores: NDArray[np.float32], false_alarm_rate: float) -> tupl
     return float(np.sort(scores)[rank - 1]), 1 - rank / (count + 1)
 
 
-def first_quantiles(scores: NDArray[np.float32]) -> tuple[float, ...]:
+def first_quantiles(scores: Array) -> tuple[float, ...]:
     """From first-pass scores [n] of good images, for each of EXIT_SHARES: the k-th smallest, k = floor((n + 1) share).
 
     The next good image stays at or below it with a probability of at most that share, as in `good_threshold`; with so
@@ -131,8 +164,8 @@ def calibrate(
         raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
     settings = detector.settings
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
-    scores: list[NDArray[np.float32]] = []
-    first_scores: list[NDArray[np.float32]] = []
+    scores: list[Array] = []
+    first_scores: list[Array] = []
     first, last = _Range(), _Range()
     for observations in _batches(detector, pictures, batch):
         found = detector.inspect(observations, mask_range=frozen, early_exit=False)
@@ -167,13 +200,13 @@ class _Range:
     low: float = math.inf
     high: float = -math.inf
 
-    def add(self, values: NDArray[np.float32]) -> None:
+    def add(self, values: Array) -> None:
         if not np.isfinite(values).all():
             raise BackendError("an anomaly map of a calibration image holds NaN or infinite values")
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
 
 
-def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[NDArray[np.float32]]:
+def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[Array]:
     for start in range(0, len(pictures), batch):
         yield np.stack([detector.preprocessing(picture) for picture in pictures[start : start + batch]])
 
@@ -185,7 +218,7 @@ def _first_pass_range(detector: Judge, pictures: list[Picture], batch: int) -> t
     return (found.low, found.high)
 
 
-def _some(detector: Judge, pictures: list[Picture]) -> NDArray[np.float32]:
+def _some(detector: Judge, pictures: list[Picture]) -> Array:
     """Return a few of them as observations, from the first to the last."""
     chosen = pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]
     return np.stack([detector.preprocessing(picture) for picture in chosen])
@@ -214,3 +247,51 @@ def _too_few(count: int, asked: float, expected: float) -> str:
     images = "1 good image" if count == 1 else f"{count} good images"
     promise = f"a false-alarm rate of {expected:.3g} only, not {asked:.3g}"
     return f"{images} can promise {promise}: calibrate on at least {needed}"
+
+
+def noise_doubt(detector: Judge, images: Array) -> str:
+    """Return a sentence where the denoiser fails on good images [B, 3, H, W] in [-1, 1]; empty where it does not.
+
+    No comparison of graphs shows a network that is misread: it still gives pictures. So what it makes of noised good
+    images is compared with a Wiener filter for their mean spectrum, the best that is linear: trained networks err a
+    sixth as much or less, misread ones three quarters as much or more (docs/use/running.md, "Is it the right
+    denoiser?"). Of networks of simplex noise nothing was measured.
+    """
+    if detector.settings.sampler.noise != "gaussian":
+        return ""
+    step = _step(detector.schedule)
+    error, linear = noise_error(detector, images, step), linear_error(images, step.alpha_t)
+    if error <= max(NEGLIGIBLE, LIMIT * linear):
+        return ""
+    return (
+        f"the denoiser does not know these parts: the noise it sees in them is off by {error:.2g} (mean square), where "
+        f"a linear filter is by {linear:.2g} and a trained denoiser by less than half of that; the export may have "
+        "assumed wrong --norm-groups, --prediction or --schedule, or it was trained too little or on other parts"
+    )
+
+
+def noise_error(detector: Judge, images: Array, step: Step) -> float:
+    """Return the mean squared error of the predicted noise; predicting none gives 1."""
+    rng, errors = np.random.default_rng(0), []
+    for image in images:
+        noise = rng.standard_normal((1, *image.shape), dtype=np.float32)
+        noised = np.float32(step.alpha_t**0.5) * image + np.float32((1 - step.alpha_t) ** 0.5) * noise
+        errors.append(np.square(detector.predicted_noise(noised, step) - noise).mean())
+    return float(np.mean(errors))
+
+
+def linear_error(images: Array, alpha: float) -> float:
+    """Return that of the Wiener filter for the images' mean spectrum, taken to be equal in all directions."""
+    height, width = images.shape[2:]
+    spectrum = np.fft.fft2(images - images.mean(axis=(2, 3), keepdims=True))
+    power = (np.abs(spectrum) ** 2).mean(axis=(0, 1)) / (height * width)
+    rows, columns = np.meshgrid(np.fft.fftfreq(height), np.fft.fftfreq(width), indexing="ij")
+    ring = np.rint(np.hypot(rows, columns) * min(height, width)).astype(int)
+    power = (np.bincount(ring.ravel(), power.ravel()) / np.maximum(np.bincount(ring.ravel()), 1))[ring]
+    return float((alpha * power / (alpha * power + 1 - alpha)).mean())
+
+
+def _step(schedule: NoiseSchedule) -> Step:
+    alphas = schedule.alphas_cumprod
+    nearest = int(np.abs(alphas - SIGNAL).argmin())
+    return Step(float(nearest), float(alphas[nearest]), float(alphas[nearest]), 0.0)

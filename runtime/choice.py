@@ -19,13 +19,13 @@ from mdps import __version__
 from mdps.runtime import engines
 from mdps.runtime.errors import BackendError, BackendWarning
 from mdps.runtime.graphs import Graphs
+from mdps.runtime.machine import installed as versions
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
 from mdps.runtime.user_cache import cache_folder, write_newest
-from mdps.runtime.versions import installed as versions
 
 FILE_NAME = "engines.json"
 MEASURED_SECONDS = 1.5

@@ -10,8 +10,7 @@ from mdps.runtime import engines
 from mdps.runtime.cards import Card, cards
 from mdps.runtime.engines import DEFAULT, ORT_WHEELS, Engine, named, wheels
 from mdps.runtime.engines.interface import Check, module_of
-from mdps.runtime.threads import available_cpus, cpus_limited_by
-from mdps.runtime.versions import installed
+from mdps.runtime.machine import available_cpus, cpus_limited_by, installed
 
 _BEFORE = ("mdps", "numpy", "pillow")
 _AFTER = ("cuda-bindings", "timm", "onnx", "onnxscript", "onnxslim")

@@ -6,16 +6,15 @@ processes; docs/use/running.md has the comparison, tests/runtime/test_cpu_memory
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mdps.runtime.bundle import Bundle, LoadOptions
-from mdps.runtime.cgroups import PROC, ROOT, groups, read
 from mdps.runtime.engines import AUTO, DEFAULT, named
 from mdps.runtime.errors import UsageError
 from mdps.runtime.graphs import STEPS
+from mdps.runtime.machine import Room, rooms
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.memory import gigabytes, live, step_bytes, weight_bytes
 from mdps.runtime.noise import KEPT_BYTES
@@ -24,7 +23,6 @@ from mdps.runtime.settings import Settings
 
 _FLOAT = 4
 _MB = 10**6
-_UNLIMITED = 2**60  # what cgroup v1 says where nothing was set is near 2**63
 _PASS_ARRAYS = (
     9  # of the size of all samples: y, noise, none, x in two, mask, what is drawn, samples of the pass before
 )
@@ -33,15 +31,6 @@ _TRAINING_COPIES, _TRAINING = 7, 230 * _MB  # weights, gradients, moments, avera
 _EXPORT_COPIES, _EXPORTING, _GATE_STEPS = 8, 480 * _MB, 16
 _MAPPED = 500 * _MB  # threads' stacks and pools
 BIG_BATCH = 256 * _MB
-
-
-@dataclass(frozen=True)
-class Room:
-    """Bytes that may still be taken, and what sets that bound; `mapped`: it counts addresses, used or not."""
-
-    bytes: int
-    bound: str
-    mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,47 +83,6 @@ LIBRARIES = {
     "train": HostNeed({"torch": 520 * _MB}, 2720 * _MB),
 }
 """What importing takes: measured as resident memory and as addresses."""
-
-
-def rooms(proc: Path = Path("/proc"), cgroup: Path = PROC, root: Path = ROOT) -> Iterator[Room]:
-    """Yield every bound that this system tells of; none where it tells of none, as on Windows and macOS."""
-    memory = _fields(proc / "meminfo")
-    if "MemAvailable" in memory:
-        yield Room(memory["MemAvailable"] + memory.get("SwapFree", 0), "free memory and swap of this machine")
-    for version, folder in groups("memory", cgroup, root):
-        yield from _of_group(version, folder)
-    yield from _of_process(_fields(proc / "self" / "status"))
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the bytes of a file of lines like "MemFree:  12 kB"."""
-    rows = (line.split() for line in read(path).splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
-
-
-def _of_group(version: int, folder: Path) -> Iterator[Room]:
-    limit, used, cache = (
-        ("memory.max", "memory.current", "inactive_file")
-        if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    )
-    texts = [read(folder / name).strip() for name in (limit, used)]
-    if not all(text.isdecimal() for text in texts) or int(texts[0]) >= _UNLIMITED:  # "max", or no such file
-        return
-    rows = (line.split() for line in read(folder / "memory.stat").splitlines())
-    freed = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] == cache and row[1].isdecimal())
-    yield Room(max(0, int(texts[0]) - int(texts[1]) + freed), f"left of the container's limit, {folder / limit}")
-
-
-def _of_process(status: Mapping[str, int]) -> Iterator[Room]:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    for name, field, command, mapped in (("RLIMIT_AS", "VmSize", "-v", True), ("RLIMIT_DATA", "VmData", "-d", True)):
-        limit = resource.getrlimit(getattr(resource, name))[0]
-        if limit != resource.RLIM_INFINITY and field in status:
-            yield Room(max(0, limit - status[field]), f"left of the limit that `ulimit {command}` shows", mapped)
 
 
 def check_room(need: HostNeed, what: str, lower: str) -> None:

@@ -15,12 +15,12 @@ from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.graphs import STEPS, Graphs, step_role
 from mdps.runtime.host_memory import check_bundle
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import GraphEntry
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import ChunkedSession, Session
-from mdps.runtime.threads import available_cpus
 
 if TYPE_CHECKING:
     from mdps.runtime.cards import Card

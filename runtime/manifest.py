@@ -11,7 +11,6 @@ from mdps.runtime.atomic import is_temporary, write_text
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.engines import Engine
 from mdps.runtime.errors import BundleError, require
-from mdps.runtime.plans import PlanEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule
@@ -76,6 +75,31 @@ class GraphEntry(Record):
     file: str
     session: Literal["ort", "traced"] = "ort"
     variants: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanEntry(Record):
+    """One plan file.
+
+    `engine` is its name, `version` its release: a plan runs on no other. `compute_capabilities` are the cards',
+    such as "8.6". `graph` is the ONNX file it was built from; `key` a hash of that graph with its weights, the library,
+    the capabilities and the build's options. `batch` is the smallest, best and largest first axis, `samples` the same
+    of the second axis where the graph has one. `types` counts layers by the type of their result, as `inspected` told:
+    the network that was parsed, or the engine where a card was there to load it.
+    """
+
+    role: str
+    file: str
+    engine: str
+    version: str
+    compute_capabilities: tuple[str, ...]
+    precision: Literal["fp32", "fp16", "bf16"]
+    graph: str
+    key: str
+    batch: tuple[int, int, int]
+    samples: tuple[int, int, int] | None
+    types: dict[str, int]
+    inspected: Literal["network", "engine"]
 
 
 @dataclass(frozen=True)

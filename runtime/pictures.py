@@ -9,15 +9,14 @@ applied, here as in training. What can be meant in two ways (several pictures in
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, UsageError, first_line
 from mdps.runtime.image_files import open_file
 
@@ -38,6 +37,8 @@ _TURNS = {
     8: "ROTATE_90",
 }
 _AT_ONCE = 2**20  # pixels
+# Of a bitmap: (mode Pillow chose, bits in the file): what they are.
+_DEPTHS = {("L", 4): "P;4", ("1", 4): "P;4", ("1", 8): "P"}
 _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # of a TIFF
 
 
@@ -70,7 +71,7 @@ def read_image(image: Any) -> "Image.Image":
         with _opened(image, name) as opened:
             _check_size(opened.size, name)
             _check_end(opened, name)
-            picture = with_palette(opened) if opened.format == "BMP" else opened
+            picture = with_palette(opened)
             rgb, turn = _to_rgb(picture, name), turn_of(picture)
     except ImageError:
         raise
@@ -187,6 +188,41 @@ def _first_scan(jpeg: bytes) -> int | None:
             return at
         at += 1 if jpeg[at + 1] == 0xFF else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
     return None
+
+
+def with_palette(image: "Image.Image") -> "Image.Image":
+    """Return the image itself, or a decoded copy of a Windows bitmap with a palette of greys that Pillow dropped.
+
+    It drops one that is 0, 1, 2, .. or black and white, and then reads 4 and 8 bits a pixel as 8 bits or 1: it fails,
+    or gives other pixels without a word (seen in Pillow 13.0).
+    """
+    file: IO[bytes] | None = getattr(image, "fp", None)
+    tiles: Sequence[Any] = getattr(image, "tile", ())
+    if image.format != "BMP" or file is None or len(tiles) != 1 or tiles[0][0] != "raw":
+        return image
+    raw = _DEPTHS.get((image.mode, _depth(file)))
+    if raw is None:
+        return image
+    _, _, offset, (_, stride, direction) = tiles[0]
+    file.seek(offset)
+    return _with_greys(image, file.read(stride * image.height), (raw, stride, direction))
+
+
+def _depth(file: IO[bytes]) -> int:
+    """Return the bits of a pixel, which the old header of 12 bytes has at another place."""
+    file.seek(14)
+    header = file.read(16)
+    at = 10 if header[:4] == b"\x0c\0\0\0" else 14
+    return int.from_bytes(header[at : at + 2], "little")
+
+
+def _with_greys(image: "Image.Image", data: bytes, layout: tuple[str, int, int]) -> "Image.Image":
+    from PIL import Image
+
+    step = 255 if image.mode == "1" else 1
+    copy = Image.frombytes("P", image.size, data, "raw", *layout)
+    copy.putpalette([min(255, step * index) for index in range(256) for _ in range(3)])
+    return copy
 
 
 def _from_array(array: NDArray[Any]) -> "Image.Image":

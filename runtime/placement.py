@@ -7,8 +7,8 @@ from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card, cards, choose
 from mdps.runtime.engines import ENGINES, Engine
 from mdps.runtime.errors import BackendWarning, require
+from mdps.runtime.machine import installed
 from mdps.runtime.memory import check_room, estimate, gigabytes, measurement_key, remember
-from mdps.runtime.versions import installed
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mdps.runtime.simplex import simplex_noise
+from mdps.runtime.noise import simplex_noise
 from mdps.training.config import TrainingConfig
 from mdps.training.loss import memory_format, to_unit
 from mdps.training.sources import Source

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
-from mdps.runtime.versions import versions
+from mdps.runtime.machine import versions
 from mdps.training.config import TrainingConfig
 from mdps.training.sources import Source
 

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, SpawnContext, start_processes
 
 from mdps.runtime.errors import MdpsError, UsageError
-from mdps.runtime.threads import available_cpus
+from mdps.runtime.machine import available_cpus
 from mdps.training.config import TrainingConfig
 from mdps.training.folder import DENOISER
 from mdps.training.loop import Given, fit

@@ -15,9 +15,9 @@ from mdps.benchmarks.kit import Say, measured_with, quiet
 from mdps.runtime.cards import cards, find
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine
 from mdps.runtime.errors import MdpsError, UsageError, require
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.option import Option
-from mdps.runtime.threads import available_cpus
 
 WAYS = {
     "authors": "torch, as the authors wrote it",

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mdps.runtime.bmp import with_palette
 from mdps.runtime.errors import ImageError, first_line
 from mdps.runtime.image_files import open_file
-from mdps.runtime.pictures import turn_of
+from mdps.runtime.pictures import turn_of, with_palette
 
 T = TypeVar("T")
 Box = tuple[float, float, float, float]

@@ -18,12 +18,12 @@ from mdps.runtime.engines import wheels
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, require
 from mdps.runtime.graphs import GUIDED
 from mdps.runtime.loading import open_detector
+from mdps.runtime.machine import versions
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import ScoreSettings, Settings
-from mdps.runtime.versions import versions
 from mdps.serving.folder import predictions
 
 Changes = Callable[[Settings], Settings]

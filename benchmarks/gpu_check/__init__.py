@@ -22,7 +22,7 @@ from mdps.benchmarks.kit import Say
 from mdps.benchmarks.options import CheckOptions
 from mdps.runtime import cards
 from mdps.runtime.errors import BackendError
-from mdps.runtime.threads import available_cpus
+from mdps.runtime.machine import available_cpus
 
 GRACE = 3.0
 """An item that takes so many times what was thought is given up; more where there are more minutes than usual."""

@@ -27,7 +27,7 @@ from mdps.benchmarks.gpu_check.items import parsed
 from mdps.benchmarks.kit import Say, exit_code, quiet, say_on_stderr
 from mdps.runtime.atomic import write_bytes, write_text
 from mdps.runtime.errors import MdpsError, UsageError, require
-from mdps.runtime.versions import versions
+from mdps.runtime.machine import versions
 
 EXTRAS = ("gpu", "tensorrt-rtx")
 TORCH_EXTRAS = ("export", "bench")

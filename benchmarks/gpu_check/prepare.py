@@ -37,11 +37,10 @@ from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.engines import named
 from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.machine import available_cpus, versions
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.schedule import NoiseSchedule, plan_steps
 from mdps.runtime.settings import Settings
-from mdps.runtime.threads import available_cpus
-from mdps.runtime.versions import versions
 
 Arrays = dict[str, NDArray[Any]]
 GUIDANCE = 100.0

@@ -15,8 +15,8 @@ from mdps.benchmarks.gpu_check.checked import STAGES, Finding, Reference
 from mdps.benchmarks.gpu_check.items import Item
 from mdps.benchmarks.kit import Fields, machine_facts, number, table, write_report
 from mdps.runtime.cards import cards
+from mdps.runtime.machine import versions
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.versions import versions
 
 State = Literal["ran", "skipped", "failed"]
 

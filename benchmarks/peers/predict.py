@@ -25,8 +25,8 @@ from mdps.benchmarks.options import PeerOptions
 from mdps.benchmarks.peers import PEERS, PeerSkippedError, settings_of
 from mdps.runtime.atomic import new_folder, write_text
 from mdps.runtime.errors import ImageError, UsageError, require
+from mdps.runtime.machine import versions
 from mdps.runtime.preprocessing import Preprocessing, read_image
-from mdps.runtime.versions import versions
 
 
 class Split(Protocol):

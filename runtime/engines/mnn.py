@@ -17,8 +17,8 @@ from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.engines import Engine
 from mdps.runtime.engines.interface import Check, GraphFile, tried
 from mdps.runtime.errors import BackendError
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
-from mdps.runtime.threads import available_cpus
 
 WEIGHTS = ".weight"
 """Added to a graph's name: the file beside it that holds its weights. MNN looks for it under this name."""

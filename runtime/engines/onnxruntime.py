@@ -16,8 +16,8 @@ from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.engines import DEFAULT, Engine
 from mdps.runtime.engines.interface import TINY_MODEL, Check, GraphFile, tried
 from mdps.runtime.errors import BackendError, BackendWarning, first_line
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
-from mdps.runtime.threads import available_cpus
 from mdps.runtime.user_cache import cache_folder
 
 CPU = "CPUExecutionProvider"

@@ -16,8 +16,8 @@ from mdps.runtime.engines import Engine
 from mdps.runtime.engines.interface import TINY_MODEL, Check, GraphFile, tried
 from mdps.runtime.errors import BackendError
 from mdps.runtime.graphs import STEPS
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.session import Arrays, BoundRun, Port, check_feeds, check_into, check_outputs
-from mdps.runtime.threads import available_cpus
 
 COMPILED_AT_ONCE = 3
 """A batch, the rest of a folder, and the single image of a warm-up."""

@@ -27,10 +27,9 @@ from mdps.runtime.engines import DEFAULT, Engine, named
 from mdps.runtime.engines.interface import Check, GraphFile
 from mdps.runtime.errors import BackendError, BackendWarning, BundleError, MdpsError, first_line
 from mdps.runtime.graphs import Graphs
-from mdps.runtime.manifest import Manifest
+from mdps.runtime.manifest import Manifest, PlanEntry
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector
-from mdps.runtime.plans import PlanEntry
 from mdps.runtime.session import Port, Session
 from mdps.runtime.user_cache import cache_folder
 

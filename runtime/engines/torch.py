@@ -6,6 +6,9 @@ once a session is opened.
 """
 
 import ctypes
+import io
+import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
@@ -20,13 +23,15 @@ from mdps.runtime.device.seam import Buffer, Stream
 from mdps.runtime.engines import DEFAULT, Engine
 from mdps.runtime.engines.interface import Check, GraphFile, tried
 from mdps.runtime.errors import BackendError, BundleError, UsageError, first_line, require
-from mdps.runtime.pt2 import check_program
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.session import Arrays, BoundRun, CopyingRun, Port, check_feeds, check_outputs
 from mdps.runtime.settings import SamplerSettings
-from mdps.runtime.threads import available_cpus
 
 Prediction = Literal["eps", "v", "x0"]
 _IMAGE, _SCALAR = (None, 3, None, None), ()
+
+_CODE_FOLDERS = ("data/aotinductor/", "data/executorch/")
+_PICKLED_OBJECTS = ("data/constants/custom_obj_", "data/constants/opaque_obj_")
 
 
 def open(engine: Engine, graph: GraphFile, options: LoadOptions) -> "TracedSession":
@@ -262,3 +267,46 @@ def _load(torch: Any, path: Path, device: Any) -> Any:
         reason = first_line(str(error), type(error).__name__)
         raise BundleError(f"{path} cannot be loaded by torch {torch.__version__}: {reason}") from error
     return network.to(device).requires_grad_(False)
+
+
+def check_program(path: Path, torch: Any) -> None:
+    """Raise BundleError unless every entry of a torch.export archive is plain numbers or JSON.
+
+    `torch.export.load` itself unpickles code.
+    Refused are native code, pickled objects and weights, and example inputs that need more than `weights_only`.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                inner = name.split("/", 1)[-1]
+                if not _is_plain(inner, archive.read(name) if _must_read(inner) else b"", torch):
+                    raise BundleError(
+                        f"{path} is refused because loading its entry {inner} could run code: "
+                        "export the bundle again with `mdps export`"
+                    )
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+        raise BundleError(f"{path} is no torch.export program ({error}): export the bundle again") from error
+
+
+def _must_read(inner: str) -> bool:
+    return inner.startswith("data/") and inner.endswith((".json", ".pt"))
+
+
+def _is_plain(inner: str, content: bytes, torch: Any) -> bool:
+    if inner.startswith(_CODE_FOLDERS + _PICKLED_OBJECTS) or inner.endswith((".so", ".pyd", ".dll", ".pkl")):
+        return False
+    if inner.startswith("data/sample_inputs/"):
+        return not content or _loads_as_numbers(content, torch)
+    if inner.startswith("data/") and inner.endswith(".pt"):  # the layout of old archives, which is a pickle
+        return False
+    if inner.startswith("data/") and inner.endswith(".json"):
+        return not any(entry.get("use_pickle") for entry in json.loads(content).get("config", {}).values())
+    return True
+
+
+def _loads_as_numbers(content: bytes, torch: Any) -> bool:
+    try:
+        torch.load(io.BytesIO(content), weights_only=True)
+    except Exception:  # whatever torch raises, it did not load as numbers
+        return False
+    return True

@@ -23,8 +23,8 @@ from mdps.runtime import BackendError, Detector, UsageError, choice, load
 from mdps.runtime.choice import installed
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendWarning
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.threads import available_cpus
 
 pytest.importorskip("MNN")
 

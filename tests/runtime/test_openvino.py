@@ -28,8 +28,8 @@ from mdps.runtime.doctor import diagnose
 from mdps.runtime.engines.interface import Check, open_session
 from mdps.runtime.engines.openvino import COMPILED_AT_ONCE, OpenVinoSession, has_bfloat16
 from mdps.runtime.loading import choose_engine
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import FILE_NAME, Manifest, hash_files
-from mdps.runtime.threads import available_cpus
 
 library = pytest.importorskip("openvino")
 needs_bfloat16 = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from mdps.runtime.cards import Card
 from mdps.runtime.engines import ENGINES, named
 from mdps.runtime.errors import BackendError, BackendWarning, UsageError
 from mdps.runtime.loading import open_pipeline
+from mdps.runtime.manifest import PlanEntry
 from mdps.runtime.placement import Placement, place
-from mdps.runtime.plans import PlanEntry
 
 GB = 10**9
 

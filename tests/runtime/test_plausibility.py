@@ -12,7 +12,7 @@ from mdps.benchmarks.demo import CHECKPOINT, PHOTO
 from mdps.models.checkpoints import load_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime import load
-from mdps.runtime.plausibility import linear_error, noise_doubt, noise_error
+from mdps.runtime.calibration import linear_error, noise_doubt, noise_error
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import Step
 from mdps.runtime.settings import paper_settings

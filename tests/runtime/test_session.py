@@ -17,9 +17,9 @@ from onnx import TensorProto, helper
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.engines.torch import TracedSession
 from mdps.runtime.errors import BackendError, BundleError, UsageError
+from mdps.runtime.machine import available_cpus
 from mdps.runtime.session import ChunkedSession
 from mdps.runtime.settings import paper_settings, reference_settings
-from mdps.runtime.threads import available_cpus
 
 torch.set_num_threads(1)
 
@@ -395,7 +395,7 @@ def test_a_damaged_program_is_a_sentence(tmp_path, content):
     ],
 )
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, cgroup, files, expected):
-    monkeypatch.setattr("mdps.runtime.threads._affinity", lambda: 64.0)
+    monkeypatch.setattr("mdps.runtime.machine._affinity", lambda: 64.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, content in files.items():
         path = tmp_path / "fs" / name
@@ -408,7 +408,7 @@ def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, cgroup, files, e
 
 @pytest.mark.parametrize(("asked", "expected"), [("2", 2), ("99", 64), ("0", 64), ("many", 64), ("", 64)])
 def test_omp_num_threads_limits_it(tmp_path, monkeypatch, asked, expected):
-    monkeypatch.setattr("mdps.runtime.threads._affinity", lambda: 64.0)
+    monkeypatch.setattr("mdps.runtime.machine._affinity", lambda: 64.0)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert available_cpus(tmp_path / "absent", tmp_path / "absent") == expected
 

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from mdps.runtime import simplex
-from mdps.runtime.noise import INITIAL, NoiseBank
-from mdps.runtime.simplex import simplex_noise
+from mdps.runtime import noise as simplex
+from mdps.runtime.noise import INITIAL, NoiseBank, simplex_noise
 
 GRADIENTS = [(1, 0), (0, 1), (-1, 0), (0, -1)] + [(a * 0.5**0.5, b * 0.5**0.5) for a in (-1, 1) for b in (-1, 1)]
 PINNED = [-0.845066726, 0.0309395995, 0.415575415, 0.276566446]

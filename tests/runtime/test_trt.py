@@ -27,9 +27,8 @@ from mdps.runtime.engines import ENGINES, Engine, named
 from mdps.runtime.engines import tensorrt as trt_module
 from mdps.runtime.engines.tensorrt import Loader, Scratch, TrtEngine, check_plan, open_plans
 from mdps.runtime.errors import BackendError, BackendWarning, BundleError, UsageError
-from mdps.runtime.manifest import Manifest
+from mdps.runtime.manifest import Manifest, PlanEntry
 from mdps.runtime.placement import Placement
-from mdps.runtime.plans import PlanEntry
 
 RTX = "tensorrt-rtx"
 ROW = named(RTX)
