@@ -257,7 +257,7 @@ def test_what_is_allowed_fits(
     arguments = [str(measured_bundle(kind, size)), engine, *map(str, (samples, at_once, images))]
     ended = subprocess.run([sys.executable, "-c", _JUDGE, *arguments], capture_output=True, text=True, check=True)
     predicted, peak = json.loads(ended.stdout)
-    print(  # a row as in docs/use/running.md
+    print(  # a row as in docs/measure/results.md
         f"| {kind} {size} | {engine} | {samples} | {at_once} | {images} | {predicted / 1e6:.0f} | {peak / 1e6:.0f} "
         f"| {100 * (peak / predicted - 1):+.0f} % |"
     )
