@@ -42,7 +42,7 @@ def needs(*extras: str) -> Iterator[None]:
 
     Never `cpu` where an onnxruntime is there: it may be [gpu]'s, which the wheel of [cpu] would overwrite.
     """
-    from mdps.runtime.host_memory import check_libraries
+    from mdps.runtime.memory import check_libraries
 
     check_libraries(extras[0])
     try:

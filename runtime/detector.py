@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
-from mdps.runtime.host_memory import check_batch
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.memory import check_batch
 from mdps.runtime.pictures import describe
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Picture

@@ -14,9 +14,9 @@ from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.graphs import STEPS, Graphs, step_role
-from mdps.runtime.host_memory import check_bundle
 from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import GraphEntry
+from mdps.runtime.memory import check_bundle
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps

@@ -1,57 +1,110 @@
-"""How much of a card's memory a bundle takes: estimated from its manifest, or measured when it was loaded before.
+"""What a bundle, a training or an export takes of memory, and whether the processor's has room: asked before it starts.
 
-The estimate has three parts. Weights: the bytes of the files, once for each graph that is opened, for an engine keeps a
-copy a graph. Activations: what lives at once in a step, from the widths and sizes of the network's levels; against
-the real step graphs, node by node, it is between 1 and 2.2 times of what they need. Libraries: CUDA's context, the
-handles and workspaces of cuDNN and cuBLAS, a round number that no estimate gives. A measurement replaces all three.
+On the processor it is modelled from the manifest, by parts: libraries, weights, what lives at once in a step (recorded
+by the export, node by node), and the arrays of a pass. The numbers in `_FITTED` were fitted to the peaks of fresh
+processes; docs/use/running.md has the comparison, tests/runtime/test_cpu_memory.py repeats it. On a card it is
+estimated from the files and the network's levels: between 1 and 2.2 times of what the real step graphs need.
 """
 
-import hashlib
-import json
+import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mdps.runtime.cards import Card
-from mdps.runtime.errors import BackendError
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.engines import AUTO, DEFAULT, named
+from mdps.runtime.errors import UsageError
 from mdps.runtime.graphs import GUIDED, STEPS
+from mdps.runtime.machine import Room, rooms
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.user_cache import cache_folder, write_newest
+from mdps.runtime.noise import KEPT_BYTES
+from mdps.runtime.schedule import plan_steps
+from mdps.runtime.settings import Settings
 
-FILE_NAME = "card_memory.json"
-LIBRARIES = 600 * 10**6
+_FLOAT = 4
+_MB = 10**6
+_PASS_ARRAYS = 9  # of the size of all samples: y, noise, none, x in two, mask, what is drawn, the samples before
+_TRAINED = 1.65  # of a guided step's estimate: what torch keeps for the way back, and what that leaves
+_TRAINING_COPIES, _TRAINING = 7, 230 * _MB  # weights, gradients, moments, average, a checkpoint; and what torch starts
+_EXPORT_COPIES, _EXPORTING, _GATE_STEPS = 8, 480 * _MB, 16
+_MAPPED = 500 * _MB  # threads' stacks and pools
+BIG_BATCH = 256 * _MB
+# On a card CUDA's context, the handles and workspaces of cuDNN and cuBLAS: a round number that no estimate gives.
+CARD_LIBRARIES = 600 * _MB
 _GUIDED_MAPS, _PLAIN_MAPS = 13, 8  # maps of a level's width and size that live at once: a block, and a level
 _HALF = 0.75  # of the activations in half precision: norms and what lies beside a cast stay float32
-_FLOAT = 4
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes. `activations` are those of `samples` posterior samples at once."""
+    """Bytes by part; `mapped` are addresses that are taken beyond them and never used."""
 
-    weights: int
-    activations: int
-    libraries: int = LIBRARIES
+    parts: Mapping[str, int]
+    mapped: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.activations + self.libraries
+        """All that becomes resident."""
+        return sum(self.parts.values())
+
+    def of(self, room: Room) -> int:
+        """Return how much of a room it takes."""
+        return self.total + self.mapped if room.mapped else self.total
+
+    def details(self, *, mapped: bool = False) -> str:
+        """Name the parts that count, in gigabytes."""
+        parts = {name: size for name, size in self.parts.items() if size >= _MB / 2}
+        if mapped:
+            parts |= {"addresses that are reserved and not used": self.mapped}
+        return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The fitted memory of an engine: `library` once, then multiples of a graph's file, its weights, what lives in it.
+
+    `shifted` is `lives` for networks with scale-shift norms, whose buffers fit less well into the memory of others.
+    """
+
+    module: str
+    library: int
+    graph: float
+    weights: float
+    lives: float
+    shifted: float
+    mapped: int
+    mapped_graph: float = 0.0
+    mapped_lives: float = 0.0
+
+
+_WIDE, _WINOGRAD = 64, 5.5  # from so many channels on MNN transforms most 3 x 3 weights, which become as much larger
+_SCORED = 2.2  # of what lives in features and score on ONNX Runtime, which has the score's for MNN too
+_ORT = _Fitted("onnxruntime", 29 * _MB, 80, 1.0, 1.45, 1.75, 100 * _MB, mapped_lives=1.5)
+_FITTED = {
+    "onnxruntime": _ORT,
+    "openvino": _Fitted("openvino", 99 * _MB, 635, 1.63, 1.0, 1.0, 670 * _MB, mapped_graph=950, mapped_lives=1.0),
+    "mnn": _Fitted("MNN", 39 * _MB, 0, 1.17, 1.41, 1.41, 300 * _MB),
+    "torch": _Fitted("torch", 490 * _MB, 0, 1.5, 1.45, 1.45, 2700 * _MB),
+}
+LIBRARIES = {
+    "torch": Need({"torch": 500 * _MB}, 2700 * _MB),
+    "export": Need({"torch, timm and onnx": 710 * _MB}, 2900 * _MB),
+    "train": Need({"torch": 520 * _MB}, 2720 * _MB),
+}
+"""What importing takes: measured as resident memory and as addresses."""
 
 
 def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapping[str, str] | None = None) -> Need:
-    """Estimate the memory of the graphs `roles` for `samples` at once; `files` names files other than the graphs.
+    """Estimate what the graphs `roles` take of a card for `samples` at once: an engine keeps its weights once a graph.
 
-    Such a file, an engine plan, holds its weights itself.
+    `files` names files in the place of graphs: an engine plan, which holds its weights itself.
     """
     given, roles = files or {}, tuple(roles)
     weights = sum(_weights(manifest, role, given.get(role)) for role in roles)
     shares = [_step(manifest, role) for role in roles if role in STEPS]
     if len(shares) < len(roles):
         shares.append(_scoring(manifest))
-    return Need(weights, samples * sum(shares))
+    return Need({"weights": weights, "activations": samples * sum(shares), "libraries": CARD_LIBRARIES})
 
 
 def live(manifest: Manifest, role: str, file: str) -> int:
@@ -119,55 +172,141 @@ def step_bytes(network: Mapping[str, Any], size: tuple[int, int], *, guided: boo
     return round(_FLOAT * floats)
 
 
-def measurement_key(manifest: Manifest, card: Card, engine: str, samples: int) -> str:
-    """One word for this bundle on this kind of card with `engine`, its name and releases: another where any differs."""
-    return hashlib.sha256(repr((manifest.files_sha256, card.name, engine, samples)).encode()).hexdigest()
+def check_room(need: Need, what: str, lower: str) -> None:
+    """Raise UsageError where `what` needs more than there is, with both figures and what to `lower`."""
+    short = [room for room in rooms() if need.of(room) > room.bytes]
+    if not short:
+        return
+    tightest = min(short, key=lambda room: room.bytes - need.of(room))
+    details = need.details(mapped=tightest.mapped)
+    raise UsageError(
+        f"{what} needs {gigabytes(need.of(tightest))} GB of memory ({details}), and there are "
+        f"{gigabytes(tightest.bytes)} GB ({tightest.bound}): {lower}"
+    )
 
 
-def check_room(card: Card, need: Need, key: str, bundle: str, others: Iterable[Card] = ()) -> None:
-    """BackendError where the card has less free memory than was measured, or else is estimated, to be needed.
+def check_libraries(extra: str) -> None:
+    """Raise UsageError where the libraries of an extra ("export", "train") do not even fit; they crash without room."""
+    if extra in LIBRARIES and "torch" not in sys.modules:
+        check_room(
+            LIBRARIES[extra],
+            "this command, which imports torch,",
+            "raise the limit, or run it on a machine with more memory",
+        )
 
-    Nothing where the card does not say how much it has free. `others` are cards that could be taken instead.
+
+def check_bundle(bundle: Bundle, options: LoadOptions) -> None:
+    """Raise UsageError where a bundle loaded for the CPU, and one image judged by it, do not fit.
+
+    Of a card nothing is asked here; "auto" counts as ONNX Runtime.
     """
-    if card.free is None:
+    engine = named(DEFAULT if options.engine == AUTO else options.engine)
+    if engine.on_card:
         return
-    measured = _read().get(key)
-    wanted = need.total if measured is None else measured
-    if wanted <= card.free:
-        return
-    parts = {"weights": need.weights, "activations": need.activations, "libraries": need.libraries}
-    how = (
-        "estimated: " + ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
-        if measured is None
-        else f"measured on this kind of card, see {_file()}"
+    need = bundle_need(bundle.manifest, bundle.settings, engine.name, options.max_batch)
+    samples = bundle.settings.sampler.samples
+    fewer = "lower --samples (or max_batch in Python), " if samples > 1 else ""
+    other = "" if engine.name == DEFAULT else f"try --engine {DEFAULT}, "
+    remedy = f"{fewer}{other}or export it with a smaller --image-size"
+    check_room(need, f"{bundle.path} with {samples} samples", remedy)
+
+
+def bundle_need(manifest: Manifest, settings: Settings, engine_name: str, max_batch: int) -> Need:
+    """Return what a bundle takes from loading to the verdict of one image, on an engine of the CPU."""
+    samples = settings.sampler.samples
+    parts = dict.fromkeys(("libraries", "weights", "activations", "arrays"), 0.0)
+    mapped = 0.0
+    opened = {role: _engine(manifest, role, engine_name) for role in settings.roles}
+    for engine in {_FITTED[name] for name in opened.values()}:
+        if engine.module not in sys.modules:
+            parts["libraries"] += engine.library
+            mapped += engine.mapped
+    for role, name in opened.items():
+        engine = _FITTED[name]
+        step = role in STEPS
+        file, graph, weights = _files(manifest, role, name)
+        shifted = step and bool(manifest.network.get("scale_shift_norm"))
+        at_once = 1 if name == "mnn" or role == "features" else min(samples, max_batch) if step else samples
+        factor = _SCORED if engine is _ORT and not step else engine.shifted if shifted else engine.lives
+        lives = factor * live(manifest, role, file) * at_once
+        narrow = manifest.network.get("model_channels") in range(_WIDE)
+        copies = _WINOGRAD if name == "mnn" and not narrow else engine.weights
+        parts["weights"] += engine.graph * graph + copies * weights
+        parts["activations"] += lives
+        mapped += engine.mapped_graph * graph + engine.mapped_lives * lives
+    parts["arrays"] = _arrays(manifest, settings)
+    return Need({name: round(size) for name, size in parts.items()}, round(mapped))
+
+
+def check_training(network: Mapping[str, Any], size: tuple[int, int], batch: int, processes: int) -> None:
+    """Raise UsageError where the `processes` of a training run on this machine's CPU, with their shares, do not fit."""
+    lives = batch * _TRAINED * step_bytes(network, size, guided=True)
+    state = processes * _TRAINING_COPIES * weight_bytes(network)
+    parts = {"libraries": processes * _TRAINING, "weights": state, "activations": round(lives)}
+    what = f"training on batches of {batch} images of {size[0]} x {size[1]}"
+    check_room(Need(parts, processes * _MAPPED), what, "lower --batch, --image-size or --base")
+
+
+def check_export(network: Mapping[str, Any], size: tuple[int, int], settings: Settings) -> None:
+    """Raise UsageError where an export does not fit: its gate runs two images' samples at once through torch."""
+    samples, passes = 2 * settings.sampler.samples, settings.sampler.passes
+    step = step_bytes(network, size, guided=any(one.guidance_scale for one in passes))
+    arrays = samples * 3 * size[0] * size[1] * _FLOAT * (_PASS_ARRAYS + 3 * _GATE_STEPS)
+    lives = step * (_TRAINED * samples + min(8, samples))
+    parts = {"libraries": _EXPORTING, "weights": _EXPORT_COPIES * weight_bytes(network)}
+    parts |= {"activations": round(lives), "arrays": arrays}
+    what = (
+        f"the export for {size[0]} x {size[1]} with {settings.sampler.samples} samples, and its comparison with torch,"
     )
-    roomy = [other for other in others if other.index != card.index and (other.free or 0) >= wanted]
-    instead = f"choose {roomy[0]}, which has {gigabytes(roomy[0].free or 0)}, " if roomy else ""
-    raise BackendError(
-        f"{bundle} needs {gigabytes(wanted)} GB ({how}), card {card.index} ({card.name}) has {gigabytes(card.free)} "
-        f"free of {gigabytes(card.total or 0)}: {instead}close what else is on it (`nvidia-smi` lists that), or load "
-        "with fewer samples or images at once"
-    )
+    check_room(Need(parts, _MAPPED), what, "lower --samples or --image-size")
 
 
-def remember(key: str, taken: int) -> None:
-    """Write down what a loaded and warmed up bundle took; nothing where that is not possible or no sensible number."""
-    if taken <= 0:
-        return
-    with suppress(OSError):
-        write_newest(_file(), _read(), key, taken)
+def check_batch(manifest: Manifest, settings: Settings, images: int) -> None:
+    """Raise UsageError where the samples of a large batch of images, kept until all are judged, do not fit."""
+    kept = 2 * images * settings.sampler.samples * _sample(manifest)  # each image's, and all of them put together
+    if kept > BIG_BATCH:
+        what = f"{images} images at once with {settings.sampler.samples} samples each"
+        check_room(Need({"samples": kept}), what, "lower --batch or --samples")
 
 
-def _read() -> dict[str, int]:
-    try:
-        entries = json.loads(_file().read_bytes())
-        return {key: value for key, value in entries.items() if type(value) is int and value > 0}
-    except (OSError, ValueError, AttributeError, RecursionError):  # it is measured again
-        return {}
+def _engine(manifest: Manifest, role: str, engine_name: str) -> str:
+    """Return which of _FITTED runs a graph: the default engine what the one named cannot read."""
+    engine, graph = named(engine_name), manifest.graphs.get(role)
+    if graph is not None and graph.session == "traced":
+        return "torch"
+    if not engine.complete and (graph is None or engine.form not in graph.variants):
+        return DEFAULT
+    return engine.form or DEFAULT
 
 
-def _file() -> Path:
-    return cache_folder() / FILE_NAME
+def _files(manifest: Manifest, role: str, engine: str) -> tuple[str, int, int]:
+    """Return the file whose live bytes count, and the bytes of the graph's file and of its weights."""
+    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    graph = manifest.graphs.get(role)
+    if graph is None:
+        return "", 0, 0
+    file = graph.variants.get(engine, graph.file)
+    if engine == "torch":
+        return file, 0, sizes[file]
+    shared = "denoiser.weights" if role in STEPS else "features.weights"
+    weights = sizes.get(f"{file}.weight", sizes.get(shared, 0))
+    return graph.file if engine == "mnn" else file, sizes[file], weights
+
+
+def _arrays(manifest: Manifest, settings: Settings) -> int:
+    """Return the bytes of one image's passes outside the graphs: their arrays, and the noise that is kept."""
+    sampler, size = settings.sampler, _sample(manifest)
+    drawn = 0
+    for one in sampler.passes:
+        _, steps = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
+        drawn += 1 + sum(bool(step.sigma_t) for step in steps)
+    whole = sampler.samples * size
+    return _PASS_ARRAYS * whole + min(drawn * whole, KEPT_BYTES)
+
+
+def _sample(manifest: Manifest) -> int:
+    height, width = manifest.preprocessing.network_size
+    return 3 * height * width * _FLOAT
 
 
 def gigabytes(count: int) -> str:

@@ -1,14 +1,23 @@
 """On which card a bundle is loaded, and whether it fits there: asked before anything is opened."""
 
+import hashlib
+import json
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card, cards, choose
 from mdps.runtime.engines import ENGINES, Engine
-from mdps.runtime.errors import BackendWarning, require
+from mdps.runtime.errors import BackendError, BackendWarning, require
 from mdps.runtime.machine import installed
-from mdps.runtime.memory import check_room, estimate, gigabytes, measurement_key, remember
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.memory import Need, estimate, gigabytes
+from mdps.runtime.user_cache import cache_folder, write_newest
+
+FILE_NAME = "card_memory.json"
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def _checked(bundle: Bundle, options: LoadOptions, engine: Engine, card: Card) -
     one, whole = (estimate(manifest, roles, count, files) for count in (samples, options.max_batch))
     releases = " ".join(f"{name} {version}" for name, version in installed(*engine.wheels).items())
     key = measurement_key(manifest, card, f"{engine.name} {releases}", samples)
-    check_room(card, one, key, str(bundle.path), cards())
+    check_free(card, one, key, str(bundle.path), cards())
     if card.free is not None and whole.total > card.free:
         warnings.warn(
             f"{options.max_batch} samples at once may need {gigabytes(whole.total)} GB (estimated), card {card.index} "
@@ -62,3 +71,49 @@ def _checked(bundle: Bundle, options: LoadOptions, engine: Engine, card: Card) -
             stacklevel=4,
         )
     return key
+
+
+def measurement_key(manifest: Manifest, card: Card, engine: str, samples: int) -> str:
+    """One word for this bundle on this kind of card with `engine`, its name and releases: another where any differs."""
+    return hashlib.sha256(repr((manifest.files_sha256, card.name, engine, samples)).encode()).hexdigest()
+
+
+def check_free(card: Card, need: Need, key: str, bundle: str, others: Iterable[Card] = ()) -> None:
+    """BackendError where the card has less free memory than was measured, or else is estimated, to be needed.
+
+    Nothing where the card does not say how much it has free. `others` are cards that could be taken instead.
+    """
+    if card.free is None:
+        return
+    measured = _read().get(key)
+    wanted = need.total if measured is None else measured
+    if wanted <= card.free:
+        return
+    how = f"estimated: {need.details()}" if measured is None else f"measured on this kind of card, see {_file()}"
+    roomy = [other for other in others if other.index != card.index and (other.free or 0) >= wanted]
+    instead = f"choose {roomy[0]}, which has {gigabytes(roomy[0].free or 0)}, " if roomy else ""
+    raise BackendError(
+        f"{bundle} needs {gigabytes(wanted)} GB ({how}), card {card.index} ({card.name}) has {gigabytes(card.free)} "
+        f"free of {gigabytes(card.total or 0)}: {instead}close what else is on it (`nvidia-smi` lists that), or load "
+        "with fewer samples or images at once"
+    )
+
+
+def remember(key: str, taken: int) -> None:
+    """Write down what a loaded and warmed up bundle took; nothing where that is not possible or no sensible number."""
+    if taken <= 0:
+        return
+    with suppress(OSError):
+        write_newest(_file(), _read(), key, taken)
+
+
+def _read() -> dict[str, int]:
+    try:
+        entries = json.loads(_file().read_bytes())
+        return {key: value for key, value in entries.items() if type(value) is int and value > 0}
+    except (OSError, ValueError, AttributeError, RecursionError):  # it is measured again
+        return {}
+
+
+def _file() -> Path:
+    return cache_folder() / FILE_NAME

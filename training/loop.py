@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mdps.models.checkpoints import run_warnings, save_denoiser
 from mdps.runtime.errors import MdpsError, UsageError
-from mdps.runtime.host_memory import check_training
+from mdps.runtime.memory import check_training
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training.check import check_files

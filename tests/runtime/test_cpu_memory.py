@@ -15,8 +15,10 @@ import pytest
 from mdps.commands.terminal import run
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.errors import UsageError
-from mdps.runtime.host_memory import (
-    HostNeed,
+from mdps.runtime.loading import load
+from mdps.runtime.manifest import Manifest
+from mdps.runtime.memory import (
+    Need,
     Room,
     bundle_need,
     check_batch,
@@ -26,8 +28,6 @@ from mdps.runtime.host_memory import (
     check_training,
     rooms,
 )
-from mdps.runtime.loading import load
-from mdps.runtime.manifest import Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1_200_000  # kB of addresses, as `ulimit -v` takes them
@@ -69,11 +69,11 @@ def test_a_group_of_version_1_without_a_limit_bounds_nothing(tmp_path: Path) -> 
 
 
 def _bound(monkeypatch: pytest.MonkeyPatch, size: int, mapped: bool = False) -> None:
-    monkeypatch.setattr("mdps.runtime.host_memory.rooms", lambda: iter([Room(size, "a bound", mapped)]))
+    monkeypatch.setattr("mdps.runtime.memory.rooms", lambda: iter([Room(size, "a bound", mapped)]))
 
 
 def test_the_sentence_has_both_figures_and_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = HostNeed({"weights": 2 * 10**9, "arrays": 10**9}, mapped=5 * 10**9)
+    need = Need({"weights": 2 * 10**9, "arrays": 10**9}, mapped=5 * 10**9)
     _bound(monkeypatch, 3 * 10**9)
     check_room(need, "it", "lower it")  # what is only reserved is not used
     _bound(monkeypatch, 4 * 10**9, mapped=True)
@@ -195,7 +195,7 @@ import json, re, sys, numpy
 import mdps.serving.calibrate, mdps.serving.report
 from pathlib import Path
 from mdps.runtime import load
-from mdps.runtime.host_memory import bundle_need
+from mdps.runtime.memory import bundle_need
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.manifest import Manifest
 path, engine, samples, at_once, images = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])

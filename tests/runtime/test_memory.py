@@ -8,11 +8,12 @@ import numpy as np
 import onnx
 import pytest
 
-from mdps.runtime import memory
+from mdps.runtime import placement
 from mdps.runtime.cards import Card
 from mdps.runtime.errors import BackendError
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.memory import Need, check_room, estimate, measurement_key, remember
+from mdps.runtime.memory import CARD_LIBRARIES, Need, estimate
+from mdps.runtime.placement import check_free, measurement_key, remember
 
 GB = 10**9
 CARD = Card(0, "GPU-a", "NVIDIA L4", "8.9", 2 * GB, 24 * GB, "580.1")
@@ -22,7 +23,7 @@ HERE = "a key"
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / memory.FILE_NAME
+    return tmp_path / "cache" / placement.FILE_NAME
 
 
 def live_bytes(path, batch):
@@ -54,7 +55,7 @@ def test_the_estimate_covers_what_lives_at_once_in_the_real_graphs(tiny_bundle, 
     manifest = Manifest.read(tiny_bundle)
     for samples in (1, 4):
         needed = live_bytes(tiny_bundle / manifest.graphs[role].file, samples)
-        assert needed <= estimate(manifest, [role], samples).activations <= 2.5 * needed
+        assert needed <= estimate(manifest, [role], samples).parts["activations"] <= 2.5 * needed
 
 
 def test_weights_are_counted_once_a_graph(tiny_bundle):
@@ -62,44 +63,44 @@ def test_weights_are_counted_once_a_graph(tiny_bundle):
     size = {name: entry.bytes for name, entry in manifest.files.items()}
     both = estimate(manifest, ["guided_step", "plain_step"], 1)
     steps = size["guided_step.onnx"] + size["plain_step.onnx"]
-    assert both.weights == 2 * size["denoiser.weights"] + steps
-    assert both.total == both.weights + both.activations + both.libraries
-    assert estimate(manifest, ["score"], 1).weights == size["features.weights"] + size["score.onnx"]
-    assert estimate(manifest, ["score"], 1, {"score": "features.onnx"}).weights == size["features.onnx"]
+    assert both.parts["weights"] == 2 * size["denoiser.weights"] + steps
+    assert both.total == both.parts["weights"] + both.parts["activations"] + CARD_LIBRARIES
+    assert estimate(manifest, ["score"], 1).parts["weights"] == size["features.weights"] + size["score.onnx"]
+    assert estimate(manifest, ["score"], 1, {"score": "features.onnx"}).parts["weights"] == size["features.onnx"]
 
 
 def test_half_precision_and_fewer_samples_need_less(tiny_bundle):
     manifest = Manifest.read(tiny_bundle)
     half = replace(manifest, precision="fp16")
     one = estimate(manifest, ["guided_step"], 1)
-    assert estimate(half, ["guided_step"], 1).activations < one.activations
-    assert estimate(manifest, ["guided_step"], 8).activations == 8 * one.activations
+    assert estimate(half, ["guided_step"], 1).parts["activations"] < one.parts["activations"]
+    assert estimate(manifest, ["guided_step"], 8).parts["activations"] == 8 * one.parts["activations"]
 
 
 def test_a_card_with_too_little_free_is_refused_with_all_numbers():
-    need = Need(weights=GB, activations=3 * GB // 2, libraries=6 * GB // 10)
+    need = Need({"weights": GB, "activations": 3 * GB // 2, "libraries": 6 * GB // 10})
     with pytest.raises(BackendError) as refused:
-        check_room(CARD, need, HERE, "bundles/a")
+        check_free(CARD, need, HERE, "bundles/a")
     assert str(refused.value).startswith(
         "bundles/a needs 3.1 GB (estimated: weights 1.0, activations 1.5, libraries 0.6), "
         "card 0 (NVIDIA L4) has 2.0 free of 24.0: close what else is on it"
     )
     roomy = replace(CARD, index=1, uuid="GPU-b", free=20 * GB)
     with pytest.raises(BackendError, match=r"choose card 1 \(NVIDIA L4, GPU-b\), which has 20\.0, close what else"):
-        check_room(CARD, need, HERE, "bundles/a", (CARD, roomy))
+        check_free(CARD, need, HERE, "bundles/a", (CARD, roomy))
     for card in (roomy, replace(CARD, free=need.total), replace(CARD, free=None, total=None)):
-        check_room(card, need, HERE, "bundles/a")
+        check_free(card, need, HERE, "bundles/a")
 
 
 def test_a_measurement_replaces_the_estimate(cache):
-    need = Need(weights=GB, activations=2 * GB)
+    need = Need({"weights": GB, "activations": 2 * GB, "libraries": CARD_LIBRARIES})
     remember(HERE, 3 * GB // 2)
-    check_room(CARD, need, HERE, "bundle")
+    check_free(CARD, need, HERE, "bundle")
     with pytest.raises(BackendError, match=r"needs 3\.6 GB .estimated"):
-        check_room(CARD, need, "another key", "bundle")
+        check_free(CARD, need, "another key", "bundle")
     remember(HERE, 5 * GB // 2)
     with pytest.raises(BackendError, match=r"needs 2\.5 GB \(measured on this kind of card, see .*card_memory\.json"):
-        check_room(CARD, Need(0, 0, 0), HERE, "bundle")
+        check_free(CARD, Need({}), HERE, "bundle")
     remember(HERE, -5)  # something else was closed meanwhile
     assert list(json.loads(cache.read_text()).values()) == [5 * GB // 2]
 
@@ -108,7 +109,7 @@ def test_a_measurement_replaces_the_estimate(cache):
 def test_a_damaged_measurement_is_none(cache, content):
     cache.parent.mkdir()
     cache.write_text(content)
-    check_room(CARD, Need(0, GB, 0), HERE, "bundle")
+    check_free(CARD, Need({"activations": GB}), HERE, "bundle")
     remember(HERE, GB)
     assert json.loads(cache.read_text()) == {HERE: GB}
 
@@ -117,7 +118,7 @@ def test_a_measurement_that_cannot_be_kept_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path / "file" / "inside"))
     remember(HERE, GB)
-    check_room(CARD, Need(0, GB, 0), HERE, "bundle")
+    check_free(CARD, Need({"activations": GB}), HERE, "bundle")
 
 
 def test_another_bundle_card_or_engine_is_another_situation(tiny_bundle):

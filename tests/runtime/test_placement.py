@@ -110,7 +110,7 @@ def test_loading_opens_on_the_card_and_keeps_what_it_took(tiny_bundle, machine, 
     how = {"engine": "onnxruntime-cuda", "device": "0", "threads": 1, "calibrated": False}
     load(tiny_bundle, **how).close()
     assert opened == {"ordinal": 1, "engine": "onnxruntime-cuda"}
-    assert list(json.loads(memory._file().read_text()).values()) == [3 * GB]
+    assert list(json.loads(placement._file().read_text()).values()) == [3 * GB]
     machine(2 * GB, GB)
     with pytest.raises(BackendError, match=r"needs 3\.0 GB \(measured on this kind of card"):
         load(tiny_bundle, **how)
@@ -128,7 +128,7 @@ def test_a_card_that_nothing_lists_is_not_judged(tiny_bundle, machine, monkeypat
     found = placed(tiny_bundle)
     assert found == Placement(Card(ordinal=3))
     found.loaded()
-    assert not memory._file().exists()
+    assert not placement._file().exists()
 
 
 def test_plans_are_weighed_by_their_own_files(tiny_bundle, machine, monkeypatch):
