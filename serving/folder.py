@@ -1,6 +1,5 @@
 """Judge the images of folders: a row, a map and a picture each, and one bad file stops nothing."""
 
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
-import numpy as np
 from PIL import Image
 
 from mdps.runtime.atomic import LineFile, write_bytes, writing
@@ -22,7 +20,7 @@ from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, find_images, odd_pictures, open_file
 from mdps.runtime.preprocessing import Preprocessing, read_image
-from mdps.serving.overlay import HeatRange, heat_range, own_range, png, strip
+from mdps.serving.overlay import HeatRange, heat_range, npy, own_range, png, strip
 
 TABLE, REPORT = "results.csv", "report.html"
 _FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
@@ -226,7 +224,7 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         ms=round(found.ms, 3),
         early_exit=result.early_exit,
     )
-    _write(out / str(row.map), _npy(result.anomaly_map))
+    _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))
     return row
 
@@ -234,12 +232,6 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
 def _write(path: Path, data: bytes) -> None:
     with writing(path):
         write_bytes(path, data)
-
-
-def _npy(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array.astype(np.float32), allow_pickle=False)
-    return buffer.getvalue()
 
 
 def output_names(images: Sequence[Path]) -> list[str]:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,9 +63,7 @@ def strip(
         mask: [H, W], True where the part may be anomalous.
         heat_range: what map values are drawn as no and full heat.
     """
-    height, width = anomaly_map.shape
-    factor = max(1, round(SMALLEST / min(height, width)))
-    enlarge = _enlarger((width * factor, height * factor))
+    factor, enlarge = _enlarger(anomaly_map)
     image = enlarge(to_uint8(observation))
     heat = enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map)))
     contour = _draw_contour(image, np.kron(mask, np.ones((factor, factor), bool)).astype(bool))
@@ -74,18 +73,27 @@ def strip(
 
 def heat_picture(observation: Unit, anomaly_map: NDArray[np.float32], heat_range: HeatRange) -> Image.Image:
     """The map's heat over the image, enlarged as in `strip`, which describes the arguments."""
-    return Image.fromarray(_enlarger_of(anomaly_map)(_heat_over(to_uint8(observation), heat_range(anomaly_map))))
+    _, enlarge = _enlarger(anomaly_map)
+    return Image.fromarray(enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map))))
 
 
 def plain_picture(observation: Unit) -> Image.Image:
     """The image alone, in the size of `heat_picture`."""
-    return Image.fromarray(_enlarger_of(observation[0])(to_uint8(observation)))
+    _, enlarge = _enlarger(observation[0])
+    return Image.fromarray(enlarge(to_uint8(observation)))
 
 
 def png(image: Image.Image) -> bytes:
     """`image` as the bytes of a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def npy(array: NDArray[Any]) -> bytes:
+    """Return `array` as the bytes of a float32 file of NumPy's."""
+    buffer = io.BytesIO()
+    np.save(buffer, array.astype(np.float32), allow_pickle=False)
     return buffer.getvalue()
 
 
@@ -98,14 +106,12 @@ def thumbnail(image: Image.Image, width: int = 520) -> bytes:
     return buffer.getvalue()
 
 
-def _enlarger_of(plane: NDArray[np.float32]) -> Callable[[Pixels], Pixels]:
+def _enlarger(plane: NDArray[np.float32]) -> tuple[int, Callable[[Pixels], Pixels]]:
+    """Return by which factor pictures of the size of `plane` [H, W] are enlarged, and the function that does it."""
     height, width = plane.shape
     factor = max(1, round(SMALLEST / min(height, width)))
-    return _enlarger((width * factor, height * factor))
-
-
-def _enlarger(size: tuple[int, int]) -> Callable[[Pixels], Pixels]:
-    return lambda pixels: np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
+    size = (width * factor, height * factor)
+    return factor, lambda pixels: np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
 
 
 def _heat_over(pixels: Pixels, heat: NDArray[np.float64]) -> Pixels:

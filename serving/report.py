@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mdps import __version__
@@ -15,12 +16,12 @@ from mdps.runtime.atomic import write_bytes, writing
 from mdps.runtime.detector import Detector
 from mdps.runtime.manifest import FILE_NAME
 from mdps.serving.folder import REPORT, Row
-from mdps.serving.histogram import histogram
 from mdps.serving.overlay import thumbnail
 
 MOST_PICTURES = 500
 MOST_ROWS = 10_000
 _VERDICTS = ("fail", "pass", "error")
+_WIDTH, _HEIGHT, _FOOT, _BINS = 720, 160, 22, 48  # of the histogram
 
 # The policy lets the page load nothing: what it shows is in it.
 HEAD = """<!doctype html>
@@ -205,3 +206,44 @@ def embedded(data: bytes, kind: str, alt: str = "") -> str:
     """A picture inside the page, from the bytes of a file of `kind` (jpeg, png)."""
     coded = base64.b64encode(data).decode("ascii")
     return f'<img alt="{escape(alt)}" loading="lazy" src="data:image/{kind};base64,{coded}">'
+
+
+def histogram(scores: Sequence[float], threshold: float | None) -> str:
+    """Return an SVG of how many images have which score, with a vertical line at the threshold."""
+    if not scores:
+        return ""
+    low, high = _span([*scores, *([] if threshold is None else [threshold])])
+    counts, edges = np.histogram(scores, bins=_BINS, range=(low, high))
+    scale = _WIDTH / (high - low)
+    most = int(counts.max())
+    parts = [_bar(float(left - low) * scale, int(n), most) for left, n in zip(edges[:-1], counts, strict=True)]
+    if threshold is not None:
+        parts.append(_line((threshold - low) * scale, f"threshold {threshold:.4g}"))
+    parts += [_label(0, "start", f"{low:.4g}"), _label(_WIDTH, "end", f"{high:.4g}")]
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT + _FOOT}"'
+    return f'<svg {box} role="img" aria-label="histogram of scores">{"".join(parts)}</svg>'
+
+
+def _span(values: list[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    margin = 0.02 * (high - low) or max(abs(low) * 0.02, 1e-6)
+    return low - margin, high + margin
+
+
+def _bar(x: float, count: int, most: int) -> str:
+    height = _HEIGHT * 0.85 * count / most
+    width = _WIDTH / _BINS - 1
+    place = f'x="{x:.1f}" y="{_HEIGHT - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f"<rect {place}><title>{count}</title></rect>"
+
+
+def _line(x: float, text: str) -> str:
+    anchor, shift = ("end", -5) if x > _WIDTH / 2 else ("start", 5)
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_HEIGHT}"/>'
+        f'<text x="{x + shift:.1f}" y="14" text-anchor="{anchor}">{text}</text>'
+    )
+
+
+def _label(x: float, anchor: str, text: str) -> str:
+    return f'<text x="{x}" y="{_HEIGHT + 16}" text-anchor="{anchor}">{text}</text>'

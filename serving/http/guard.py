@@ -1,33 +1,156 @@
-"""The door every request comes through: who may ask, how errors are said, what is logged and counted."""
+"""Guards the server: bounds on connections and slow clients, who may ask, how errors are answered and logged."""
 
+import asyncio
 import hashlib
 import hmac
+import json
 import logging
 import re
+import sys
 import time
 import uuid
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mdps.serving.http.bodies import Incoming
-from mdps.serving.http.logs import event
-from mdps.serving.http.options import is_loopback
+from mdps.serving.http.options import Limits, is_loopback
 from mdps.serving.http.refusals import Refusal
 from mdps.serving.http.service import NOTES, Service
+from mdps.serving.http.telemetry import event
 
+_LEAST = 4096  # bytes that a client takes of its answer in `write_seconds`, or it is let go
+_HARD = 2  # so many times the bound, connections are dropped without a word
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 # Other pages may not even show a picture of this one as an image of theirs.
 _ALWAYS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _ROUTING = {404: "there is nothing at this path", 405: "this path takes another method"}
 _QUIET = {"live", "ready", "model_ready", "metrics", "recent", "picture"}  # asked every second: logged on failure only
+
+
+def bounded_protocol(limits: Limits, refused: Callable[[str], None]) -> type[H11Protocol]:
+    """Return a connection class for uvicorn that keeps to `limits`; `refused` is told the kind of each refusal."""
+
+    class Bounded(_Connection):
+        _limits, _refused = limits, staticmethod(refused)
+
+    return Bounded
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, which nobody can hold open for nothing."""
+
+    _limits: Limits
+    _refused: Callable[[str], None]
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            self._refused("connections")
+            self.app = cast(Any, _busy)
+            if len(self.connections) > _HARD * self._limits.connections:
+                transport.abort()
+                return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None:  # the first bytes of another request on this connection
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer the error that the parser raised, which is being handled."""
+        if self.cycle is not None and not self.cycle.response_complete:  # its body went wrong half-way
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        self._refused("bad_http")
+        self._refuse(status, f"this is no HTTP request the server takes: {error}")
+
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # it failed and is closing already
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.head_seconds, self._head_too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_too_slow(self) -> None:
+        self._refused("slow_client")
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            self._refuse(408, f"the request's head did not come within {self._limits.head_seconds:g} s")
+        self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
+
+    def _watch_reader(self) -> None:
+        if self._reader_timer is None:
+            unsent = self.transport.get_write_buffer_size()
+            self._reader_timer = self.loop.call_later(self._limits.write_seconds, self._abort_unread, unsent)
+
+    def _abort_unread(self, unsent: int) -> None:
+        """Drop a client that has taken next to nothing of its answers all this time; else look again later."""
+        self._reader_timer = None
+        left = self.transport.get_write_buffer_size()
+        if not left:
+            return
+        if left > unsent - _LEAST:
+            self._refused("slow_client")
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        body = json.dumps({"error": sentence}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        events = (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
+
+
+async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
+    refusal = Refusal(503, "connections", "too many connections: try again", retry_after=1, close=True)
+    await Incoming(scope, receive).discard()
+    await refusal.response()(scope, receive, send)
 
 
 class Guard:
@@ -39,7 +162,7 @@ class Guard:
         self._digest = None if token is None else _digest(token.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -52,7 +175,7 @@ class Guard:
         self._report(scope, answered.status, name, time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, headers: Headers, incoming: Incoming, answered: "_Answered") -> None:
-        """Whatever happens behind the door, as one response."""
+        """Answer with one response, whatever happens behind the guard."""
         try:
             self._check(scope, headers)
             await self._app(scope, incoming, answered)
@@ -148,18 +271,14 @@ class _Answered:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=_raw(message))
+            message.setdefault("headers", [])
+            headers = MutableHeaders(scope=message)
             for name, value in self._headers.items():
                 headers[name] = value
             headers.setdefault("cache-control", "no-store")
             if self._service.draining:  # clients that keep connections open should look for another server
                 headers["connection"] = "close"
         await self._send(message)
-
-
-def _raw(message: Message) -> MutableMapping[str, Any]:
-    message.setdefault("headers", [])
-    return message
 
 
 def _said(error: HTTPException) -> str:

@@ -1,9 +1,10 @@
-"""A served model: admits requests up to its bound, prepares and judges them, and swaps its bundle under load."""
+"""A served model: admits requests up to its bound, prepares and judges them, and swaps a bundle that changed."""
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +17,19 @@ from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import BackendError, ImageError, MdpsError
 from mdps.runtime.manifest import FILE_NAME
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.http.logs import event
-from mdps.serving.http.metrics import Metrics
 from mdps.serving.http.options import ServerOptions
 from mdps.serving.http.refusals import Refusal, bad_request
-from mdps.serving.http.worker import Item, Judgement, Worker
+from mdps.serving.http.telemetry import Metrics, event
+from mdps.serving.http.worker import Answer, Item, Worker
 
+_RETRY = 10.0  # seconds between attempts while a bundle cannot be loaded, such as one that is being copied
 Observation = NDArray[np.float32]
 Prepare = Callable[[Preprocessing], Observation]
 Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Judged:
+class Prediction:
     """A result and how long (seconds) its stages took; `images` were judged at once."""
 
     result: Result
@@ -141,7 +142,7 @@ class Model:
         finally:
             self._accepted -= 1
 
-    async def judge(self, prepare: Prepare, deadline: float) -> Judged:
+    async def predict(self, prepare: Prepare, deadline: float) -> Prediction:
         """Judge what `prepare` makes on a thread of the pool; cancelling drops work that has not begun.
 
         Nobody waits after `deadline` (the loop's time).
@@ -155,11 +156,11 @@ class Model:
             observation = await self._prepare(prepare, loaded.detector.preprocessing)
             queued = time.perf_counter()
             item = self._worker.submit(loaded.detector, observation, deadline)
-            judgement = await self._outcome(item)
+            answer = await self._outcome(item)
         finally:
             loaded.users -= 1
             self._close_if_done(loaded)
-        return self._measured(judgement, prepared=queued - started, waited=judgement.begun - queued)
+        return self._measured(answer, prepared=queued - started, waited=answer.begun - queued)
 
     async def _prepare(self, prepare: Prepare, preprocessing: Preprocessing) -> Observation:
         self._preparing += 1
@@ -172,7 +173,7 @@ class Model:
         finally:
             self._preparing -= 1
 
-    async def _outcome(self, item: Item) -> Judgement:
+    async def _outcome(self, item: Item) -> Answer:
         try:
             return await item.future
         except BackendError as error:
@@ -185,13 +186,13 @@ class Model:
         finally:
             item.drop()
 
-    def _measured(self, judgement: Judgement, *, prepared: float, waited: float) -> Judged:
-        times = judgement.result.times
+    def _measured(self, answer: Answer, *, prepared: float, waited: float) -> Prediction:
+        times = answer.result.times
         stages = {"prepare": prepared, "queue": waited}
         stages |= {name: times[name] / 1000 for name in ("first_pass", "masked_pass", "score")}
-        self._metrics.batch.labels(self.name).observe(judgement.images)
-        self._metrics.verdicts.labels(self.name, judgement.result.verdict or "none").inc()
-        return Judged(judgement.result, stages, judgement.images)
+        self._metrics.batch.labels(self.name).observe(answer.images)
+        self._metrics.verdicts.labels(self.name, answer.result.verdict or "none").inc()
+        return Prediction(answer.result, stages, answer.images)
 
     async def reload(self) -> None:
         """Load the bundle again and let new requests go to it; requests under way keep the old one.
@@ -240,3 +241,36 @@ class Model:
         """Return the name of the engine that computes each graph."""
         engines = self.detector.provenance["engines"]
         return {str(graph): str(provider) for graph, provider in dict(engines).items()}  # type: ignore[call-overload]
+
+
+async def watch(models: Collection[Model], every: float | None) -> None:
+    """Look at each bundle every so many seconds, for ever, and load again those that changed; None only says so."""
+    tried: dict[str, tuple[Stamp | None, float]] = {}
+    while True:
+        await asyncio.sleep(every or 1.0)
+        for model in models:
+            stamp = await asyncio.to_thread(stamp_of, model.path)
+            if stamp == model.stamp or stamp is None:
+                continue
+            if every is None:
+                _say_once(model)
+            elif _is_due(tried.get(model.name), stamp):
+                await _try_reload(model)
+                tried[model.name] = (stamp, asyncio.get_running_loop().time())
+
+
+def _is_due(last: tuple[Stamp | None, float] | None, stamp: Stamp) -> bool:
+    return last is None or last[0] != stamp or asyncio.get_running_loop().time() - last[1] > _RETRY
+
+
+async def _try_reload(model: Model) -> None:
+    try:
+        await model.reload()
+    except Refusal as refusal:
+        event("reload_failed", level=logging.WARNING, model=model.name, error=refusal.sentence)
+
+
+def _say_once(model: Model) -> None:
+    if not model.problem:
+        model.problem = f"the bundle changed: POST /v2/repository/models/{model.name}/load to take it up"
+        event("reload_needed", level=logging.WARNING, model=model.name, error=model.problem)

@@ -16,15 +16,12 @@ import uvicorn
 
 from mdps.runtime import Detector, load
 from mdps.runtime.errors import UsageError
-from mdps.serving.http.app import build
-from mdps.serving.http.connections import bounded_protocol
-from mdps.serving.http.live import Live
-from mdps.serving.http.logs import event, logging_to_stderr
-from mdps.serving.http.metrics import Metrics
-from mdps.serving.http.model import Loaded, Model, stamp_of
+from mdps.serving.http.endpoints import build
+from mdps.serving.http.guard import bounded_protocol
+from mdps.serving.http.model import Loaded, Model, stamp_of, watch
 from mdps.serving.http.options import ServerOptions
 from mdps.serving.http.service import Service
-from mdps.serving.http.watch import watch
+from mdps.serving.http.telemetry import Live, Metrics, event, logging_to_stderr
 
 _DRAIN = 0.5  # seconds in which clients learn that their connections close, before they do
 _DECODERS = 2
@@ -101,7 +98,7 @@ async def _serve(
                 load=_loader(bundle, options), options=options, metrics=metrics, pool=pool,
             )  # fmt: skip
         server = _Server(_config(service), service)
-        watching = asyncio.create_task(watch(service))
+        watching = asyncio.create_task(watch(service.models.values(), options.watch_seconds))
         await server.serve(sockets=[listening])
         watching.cancel()
         for model in service.models.values():

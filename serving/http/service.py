@@ -11,11 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mdps.serving.http.bodies import Bodies, Share, read_body
-from mdps.serving.http.live import Live
-from mdps.serving.http.metrics import Metrics
-from mdps.serving.http.model import Judged, Model
+from mdps.serving.http.model import Model, Prediction
 from mdps.serving.http.options import ServerOptions
 from mdps.serving.http.refusals import Refusal, bad_request, too_late
+from mdps.serving.http.telemetry import Live, Metrics
 
 T = TypeVar("T")
 DEADLINE_HEADER = "x-deadline-ms"
@@ -72,16 +71,16 @@ class Visit:
     read: float = 0.0
     notes: list[str] = field(default_factory=list)
 
-    def finish(self, service: Service, judged: Judged, answer_seconds: float) -> dict[str, float]:
+    def finish(self, service: Service, predicted: Prediction, answer_seconds: float) -> dict[str, float]:
         """Report a judged request to the metrics and the log; its times in ms, as clients are told them."""
         total = time.perf_counter() - self.started
-        stages = {"read": self.read, **judged.stages, "answer": answer_seconds, "total": total}
+        stages = {"read": self.read, **predicted.stages, "answer": answer_seconds, "total": total}
         for name, seconds in stages.items():
             service.metrics.stage.labels(self.model.name, name).observe(seconds)
         times = milliseconds(stages)
-        result = judged.result
+        result = predicted.result
         self.request.scope[NOTES].update(
-            model=self.model.name, score=result.score, verdict=result.verdict, images=judged.images, times=times
+            model=self.model.name, score=result.score, verdict=result.verdict, images=predicted.images, times=times
         )
         if self.notes:
             self.request.scope[NOTES]["notes"] = self.notes

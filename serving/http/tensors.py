@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.runtime.detector import Result
-from mdps.serving.http.images import check_pixels, open_image
+from mdps.serving.http.bodies import check_pixels, open_image
 from mdps.serving.http.refusals import bad_request
 
 INPUT = "image"

@@ -23,12 +23,11 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A result with the moments (`time.perf_counter`) its batch began and ended, and how many images it had."""
+class Answer:
+    """A result, the moment (`time.perf_counter`) its batch began, and how many images it had."""
 
     result: Result
     begun: float
-    ended: float
     images: int
 
 
@@ -42,7 +41,7 @@ class Item:
     engine: Engine
     observation: NDArray[np.float32] | None
     until: float
-    future: "asyncio.Future[Judgement]" = field(repr=False)
+    future: "asyncio.Future[Answer]" = field(repr=False)
 
     def drop(self) -> None:
         """Forget the work if it has not begun, and its memory at once, however long the queue is."""
@@ -95,7 +94,7 @@ class Worker:
         while batch := self._gather():
             work = [(item, observation) for item in batch if (observation := item.observation) is not None]
             if work:
-                self._judge([item for item, _ in work], [observation for _, observation in work])
+                self._predict([item for item, _ in work], [observation for _, observation in work])
 
     def _gather(self) -> list[Item]:
         """At least one item, all for one engine; none when it is time to stop."""
@@ -136,29 +135,26 @@ class Worker:
                 raise
             return self._queue.get(timeout=left)
 
-    def _judge(self, items: Sequence[Item], observations: Sequence[NDArray[np.float32]]) -> None:
+    def _predict(self, items: Sequence[Item], observations: Sequence[NDArray[np.float32]]) -> None:
         begun = time.perf_counter()
         try:
             results = items[0].engine.judge(np.stack(observations))
         except Exception as error:
             if len(items) > 1:  # one image's fault is not the others'
                 for item, observation in zip(items, observations, strict=True):
-                    self._judge([item], [observation])
+                    self._predict([item], [observation])
                 return
             self._deliver([(items[0], error)])
             return
-        ended = time.perf_counter()
-        seconds = (ended - begun) / len(items)
+        seconds = (time.perf_counter() - begun) / len(items)
         self._seconds = 0.7 * self._seconds + 0.3 * seconds if self._seconds else seconds
-        self._deliver(
-            [(item, Judgement(result, begun, ended, len(items))) for item, result in zip(items, results, strict=True)]
-        )
+        self._deliver([(item, Answer(result, begun, len(items))) for item, result in zip(items, results, strict=True)])
 
-    def _deliver(self, outcomes: list[tuple[Item, Judgement | Exception]]) -> None:
+    def _deliver(self, outcomes: list[tuple[Item, Answer | Exception]]) -> None:
         self._loop.call_soon_threadsafe(_settle, outcomes)
 
 
-def _settle(outcomes: list[tuple[Item, Judgement | Exception]]) -> None:
+def _settle(outcomes: list[tuple[Item, Answer | Exception]]) -> None:
     for item, outcome in outcomes:
         if item.future.done():  # its request gave up meanwhile
             continue

@@ -179,10 +179,10 @@ def test_memory_does_not_grow_over_two_thousand_images_of_the_demo(
 def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
     """The pipeline's warning goes through the served model, to the counter."""
     pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-    from mdps.serving.http.metrics import Metrics
     from mdps.serving.http.model import Loaded, Model
     from mdps.serving.http.options import ServerOptions
     from mdps.serving.http.refusals import Refusal
+    from mdps.serving.http.telemetry import Metrics
 
     def judge(observations: Any) -> None:
         check_finite(np.zeros((1, 1, 2, 2), np.float32), np.array([np.nan], np.float32))
@@ -199,7 +199,9 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
             model = Model("line", Path(), first, load=lambda: detector, options=options, metrics=metrics, pool=pool)
             try:
                 with pytest.raises(Refusal) as refused:
-                    await model.judge(lambda _: np.zeros((3, 2, 2), np.float32), asyncio.get_running_loop().time() + 60)
+                    await model.predict(
+                        lambda _: np.zeros((3, 2, 2), np.float32), asyncio.get_running_loop().time() + 60
+                    )
             finally:
                 await asyncio.to_thread(model.close)
         return refused.value
@@ -211,7 +213,7 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
 
 def test_no_duration_is_taken_from_the_wall_clock() -> None:
     """It jumps when it is set; these modules read it to say when something happened, and subtract nothing."""
-    stamping = {"serving/http/live.py", "serving/http/model.py", "serving/http/screen.py", "serving/http/server.py"}
+    stamping = {f"serving/http/{name}.py" for name in ("endpoints", "model", "server", "telemetry")}
     for part in ("runtime", "serving", "training", "export", "models", "benchmarks"):
         for path in (ROOT / part).rglob("*.py"):
             reads = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if _is_wall_clock(node)]

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from mdps.serving.folder import Row
-from mdps.serving.histogram import histogram
-from mdps.serving.report import MOST_PICTURES, MOST_ROWS, render, write_report
+from mdps.serving.report import MOST_PICTURES, MOST_ROWS, histogram, render, write_report
 
 VOID = {"meta", "img", "rect", "line", "link", "br", "input"}
 

@@ -23,16 +23,14 @@ import uvicorn
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import UsageError
 from mdps.runtime.pipeline import check_finite
-from mdps.serving.http.bodies import Bodies
-from mdps.serving.http.connections import bounded_protocol
-from mdps.serving.http.images import open_image
-from mdps.serving.http.live import Live
-from mdps.serving.http.metrics import Metrics
+from mdps.serving.http.bodies import Bodies, open_image
+from mdps.serving.http.guard import bounded_protocol
 from mdps.serving.http.model import Loaded, Model
 from mdps.serving.http.options import Limits, ServerOptions
 from mdps.serving.http.refusals import Refusal
 from mdps.serving.http.server import _Server
 from mdps.serving.http.service import Service
+from mdps.serving.http.telemetry import Live, Metrics
 from mdps.serving.http.tensors import parse
 from mdps.serving.http.worker import Worker
 
@@ -235,7 +233,7 @@ def test_an_image_that_gives_nan_is_a_500_that_is_counted():
         model._current = Loaded(Engine(), None, 0.0)
         model._worker = Worker("line", max_batch=1, max_wait=0.0, coming=lambda: 0)
         with pytest.raises(Refusal, match="NaN") as refused:
-            await model.judge(lambda preprocessing: nothing, asyncio.get_running_loop().time() + 60)
+            await model.predict(lambda preprocessing: nothing, asyncio.get_running_loop().time() + 60)
         await asyncio.to_thread(model._worker.stop)
         assert (refused.value.status, refused.value.kind) == (500, "nan")
         assert 'mdps_nan_total{model="line"} 1.0' in metrics.text().decode()

@@ -21,13 +21,12 @@ from starlette.routing import Router
 
 from mdps.runtime.detector import Result
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.http import app
+from mdps.serving.http import endpoints
 from mdps.serving.http.guard import Guard
-from mdps.serving.http.live import Live
-from mdps.serving.http.metrics import Metrics
 from mdps.serving.http.model import Loaded, Model
 from mdps.serving.http.options import Limits, ServerOptions
 from mdps.serving.http.service import Service
+from mdps.serving.http.telemetry import Live, Metrics
 
 LIMITS = Limits(body_bytes=2 * 2**20, pixels=1_000_000, deadline=1e6)
 ROUTES = ("/v2/models/line/infer", "/inspect", "/v2/models/line/versions/1/infer", "/inspect/line")
@@ -72,7 +71,7 @@ class Queries:
     refusals = (Refused,)
 
     def start(self, folder: Path) -> None:
-        app.Guard = _Loud  # type: ignore[misc]
+        endpoints.Guard = _Loud  # type: ignore[misc]
         self._loop = asyncio.new_event_loop()
         self._app = self._loop.run_until_complete(self._built(folder))
 
@@ -91,7 +90,7 @@ class Queries:
             metrics=metrics,
             pool=pool,
         )
-        built: Any = app.build(service)
+        built: Any = endpoints.build(service)
         return built
 
     def seeds(self) -> list[Case]:
