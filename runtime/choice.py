@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.sampler import posterior_sampling
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
-from mdps.runtime.user_cache import cache_folder, write_newest
+from mdps.runtime.user_cache import cache_file, entries, readable_entries, write_newest
 
 FILE_NAME = "engines.json"
 MEASURED_SECONDS = 1.5
@@ -157,49 +157,27 @@ def _seconds(probe: Probe) -> float:
     return time.perf_counter() - start
 
 
-def cache_file() -> Path:
-    """Where choices are written down; OSError where there is no such place."""
-    return cache_folder() / FILE_NAME
-
-
 def remembered(situation: CpuSituation) -> str | None:
     """The engine written down for this situation, if any; a BackendWarning where the file is damaged."""
     try:
-        entry = _read().get(situation.key)
+        entry = entries(FILE_NAME).get(situation.key)
         return None if entry is None else str(entry["engine"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _warn(f"the choice of an engine cannot be read and is made again: {_describe(error)}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error)
+        if not isinstance(error, OSError):
+            reason = f"{cache_file(FILE_NAME)} is damaged ({type(error).__name__}: {error})"
+        _warn(f"the choice of an engine cannot be read and is made again: {reason}")
         return None
 
 
 def remember(situation: CpuSituation, engine: str, times: Mapping[str, float]) -> None:
     """Write the choice down, with what it rests on; a BackendWarning where that is not possible."""
-    try:
-        entries = _read()
-    except (OSError, ValueError, RecursionError):
-        entries = {}  # `remembered` has said so
     milliseconds = {name: round(seconds * 1000, 3) for name, seconds in times.items()}
     entry = {"engine": engine, "step_ms": milliseconds, **asdict(situation)}
     try:
-        write_newest(cache_file(), entries, situation.key, entry)
+        write_newest(FILE_NAME, readable_entries(FILE_NAME), situation.key, entry)
     except OSError as error:
         _warn(f"the choice of the engine {engine} is not remembered and will be measured again: {error}")
-
-
-def _read() -> dict[str, Any]:
-    try:
-        entries = json.loads(cache_file().read_bytes())
-    except (FileNotFoundError, NotADirectoryError):  # nothing yet; where nothing can be, the writing says so
-        return {}
-    if not isinstance(entries, dict):
-        raise ValueError("it holds no object")
-    return entries
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error)
-    return f"{cache_file()} is damaged ({type(error).__name__}: {error})"
 
 
 def _warn(sentence: str) -> None:

@@ -1,12 +1,10 @@
 """On which card a bundle is loaded, and whether it fits there: asked before anything is opened."""
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card, cards, choose
@@ -15,7 +13,7 @@ from mdps.runtime.errors import BackendError, BackendWarning, require
 from mdps.runtime.machine import installed
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.memory import Need, estimate, gigabytes
-from mdps.runtime.user_cache import cache_folder, write_newest
+from mdps.runtime.user_cache import cache_file, readable_entries, write_newest
 
 FILE_NAME = "card_memory.json"
 
@@ -85,11 +83,13 @@ def check_free(card: Card, need: Need, key: str, bundle: str, others: Iterable[C
     """
     if card.free is None:
         return
-    measured = _read().get(key)
+    measured = _measured().get(key)
     wanted = need.total if measured is None else measured
     if wanted <= card.free:
         return
-    how = f"estimated: {need.details()}" if measured is None else f"measured on this kind of card, see {_file()}"
+    how = f"estimated: {need.details()}"
+    if measured is not None:
+        how = f"measured on this kind of card, see {cache_file(FILE_NAME)}"
     roomy = [other for other in others if other.index != card.index and (other.free or 0) >= wanted]
     instead = f"choose {roomy[0]}, which has {gigabytes(roomy[0].free or 0)}, " if roomy else ""
     raise BackendError(
@@ -104,16 +104,8 @@ def remember(key: str, taken: int) -> None:
     if taken <= 0:
         return
     with suppress(OSError):
-        write_newest(_file(), _read(), key, taken)
+        write_newest(FILE_NAME, _measured(), key, taken)
 
 
-def _read() -> dict[str, int]:
-    try:
-        entries = json.loads(_file().read_bytes())
-        return {key: value for key, value in entries.items() if type(value) is int and value > 0}
-    except (OSError, ValueError, AttributeError, RecursionError):  # it is measured again
-        return {}
-
-
-def _file() -> Path:
-    return cache_folder() / FILE_NAME
+def _measured() -> dict[str, int]:
+    return {key: value for key, value in readable_entries(FILE_NAME).items() if type(value) is int and value > 0}

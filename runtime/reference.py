@@ -30,7 +30,7 @@ from mdps.runtime.records import Record
 from mdps.runtime.sampler import noise_root, signal_root
 from mdps.runtime.session import Arrays, Session
 from mdps.runtime.settings import MaskSettings
-from mdps.runtime.user_cache import cache_folder, write_newest
+from mdps.runtime.user_cache import readable_entries, write_newest
 
 FILE_NAME = "reference.json"
 COMPARED = "engines"
@@ -97,9 +97,10 @@ class Reference(Record):
         write_text(folder / FILE_NAME, json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 
     def errors(
-        self, sessions: Sessions, size: tuple[int, int], mask: MaskSettings, roles: Iterable[str], samples: int = 1
+        self, sessions: Sessions, manifest: Manifest, roles: Iterable[str], samples: int = 1
     ) -> dict[str, tuple[str, float]]:
         """The output of each of these graphs that is off most, and by how much, for so many `samples` at once."""
+        size, mask = manifest.preprocessing.network_size, manifest.settings.mask
         runs = _Runs(self.seed, self.scalars, size, mask, sessions, samples)
         return {role: _worst(self.outputs[role], runs.of(role)) for role in roles}
 
@@ -198,8 +199,7 @@ def check(
     roles = [role for role, session in sessions.items() if role in reference.outputs and not known.has(role, session)]
     if not roles:
         return
-    size = manifest.preprocessing.network_size
-    found = reference.errors(sessions, size, manifest.settings.mask, roles, samples)
+    found = reference.errors(sessions, manifest, roles, samples)
     for role, (output, error) in found.items():
         allowed = tolerance(manifest, role, arithmetic)
         if not error <= allowed:  # NaN is off too
@@ -215,8 +215,7 @@ def compared(
     manifest: Manifest, reference: Reference, sessions: Sessions, engine: str, arithmetic: str = ""
 ) -> list[Compared]:
     """An export's own comparison of all graphs on an engine; BackendError with what is off and by how much."""
-    size = manifest.preprocessing.network_size
-    found = reference.errors(sessions, size, manifest.settings.mask, sessions)
+    found = reference.errors(sessions, manifest, sessions)
     for role, (output, error) in found.items():
         allowed = tolerance(manifest, role, arithmetic)
         if not error <= allowed:
@@ -256,33 +255,23 @@ class _Known:
 
     def has(self, role: str, session: Session) -> bool:
         engine = identity(session)
-        return (role, engine) in self.exported or f"{role} on {engine}" in self._remembered(_entries())
+        return (role, engine) in self.exported or f"{role} on {engine}" in self._remembered()
 
     def remember(self, passed: Iterable[tuple[str, Session]]) -> None:
         """Write it down; where nothing can be written, the next load compares again."""
-        entries = _entries()
-        agreed = {*self._remembered(entries), *(f"{role} on {identity(session)}" for role, session in passed)}
+        agreed = {*self._remembered(), *(f"{role} on {identity(session)}" for role, session in passed)}
         entry = {"bundle": self.bundle, "processor": self.processor, "mdps": __version__, "agreed": sorted(agreed)}
         with suppress(OSError):
-            write_newest(cache_folder() / CACHE_NAME, entries, self._key, entry)
+            write_newest(CACHE_NAME, readable_entries(CACHE_NAME), self._key, entry)
 
     @property
     def _key(self) -> str:
         return hashlib.sha256(json.dumps([self.bundle, self.processor, __version__]).encode()).hexdigest()
 
-    def _remembered(self, entries: Mapping[str, Any]) -> list[str]:
-        entry = entries.get(self._key)
+    def _remembered(self) -> list[str]:
+        entry = readable_entries(CACHE_NAME).get(self._key)
         agreed = entry.get("agreed") if isinstance(entry, dict) else None
         return [name for name in agreed if isinstance(name, str)] if isinstance(agreed, list) else []
-
-
-def _entries() -> dict[str, Any]:
-    """Return what was remembered; nothing where that cannot be read, for then all is compared again."""
-    try:
-        entries = json.loads((cache_folder() / CACHE_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return entries if isinstance(entries, dict) else {}
 
 
 def _warn_of_none(path: Path, manifest: Manifest, engine: str) -> None:

@@ -18,10 +18,11 @@ from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import BackendError, UsageError, choice, load
 from mdps.runtime.bundle import Bundle, LoadOptions
-from mdps.runtime.choice import CpuSituation, cache_file, choose, installed
+from mdps.runtime.choice import CpuSituation, choose, installed
 from mdps.runtime.engines import ENGINES
 from mdps.runtime.errors import BackendWarning
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.user_cache import cache_file
 
 SITUATION = CpuSituation("bundle", "cpu", 2, 1, {"onnxruntime": "1", "openvino": "2"})
 BOTH = ("onnxruntime", "openvino")
@@ -184,14 +185,14 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("MDPS_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cache_file() == tmp_path / ".cache" / "mdps" / "engines.json"
+    assert cache_file(choice.FILE_NAME) == tmp_path / ".cache" / "mdps" / "engines.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_file() == tmp_path / ".cache" / "mdps" / "engines.json"
+    assert cache_file(choice.FILE_NAME) == tmp_path / ".cache" / "mdps" / "engines.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "xdg"))
-    assert cache_file() == tmp_path / "xdg" / "mdps" / "engines.json"
+    assert cache_file(choice.FILE_NAME) == tmp_path / "xdg" / "mdps" / "engines.json"
     monkeypatch.setenv("MDPS_CACHE", str(tmp_path / "ours"))
-    assert cache_file() == tmp_path / "ours" / "engines.json"
+    assert cache_file(choice.FILE_NAME) == tmp_path / "ours" / "engines.json"
 
 
 def test_a_user_without_a_home_is_only_warned(monkeypatch: pytest.MonkeyPatch) -> None:

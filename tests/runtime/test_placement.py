@@ -19,6 +19,7 @@ from mdps.runtime.errors import BackendError, BackendWarning, UsageError
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import PlanEntry
 from mdps.runtime.placement import Placement, place
+from mdps.runtime.user_cache import cache_file
 
 GB = 10**9
 
@@ -110,7 +111,7 @@ def test_loading_opens_on_the_card_and_keeps_what_it_took(tiny_bundle, machine, 
     how = {"engine": "onnxruntime-cuda", "device": "0", "threads": 1, "calibrated": False}
     load(tiny_bundle, **how).close()
     assert opened == {"ordinal": 1, "engine": "onnxruntime-cuda"}
-    assert list(json.loads(placement._file().read_text()).values()) == [3 * GB]
+    assert list(json.loads(cache_file(placement.FILE_NAME).read_text()).values()) == [3 * GB]
     machine(2 * GB, GB)
     with pytest.raises(BackendError, match=r"needs 3\.0 GB \(measured on this kind of card"):
         load(tiny_bundle, **how)
@@ -128,7 +129,7 @@ def test_a_card_that_nothing_lists_is_not_judged(tiny_bundle, machine, monkeypat
     found = placed(tiny_bundle)
     assert found == Placement(Card(ordinal=3))
     found.loaded()
-    assert not placement._file().exists()
+    assert not cache_file(placement.FILE_NAME).exists()
 
 
 def test_plans_are_weighed_by_their_own_files(tiny_bundle, machine, monkeypatch):

@@ -88,9 +88,9 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     made: list[list[str]] = []
     errors = Reference.errors
 
-    def counted(self: Reference, sessions: Any, size: Any, mask: Any, roles: Any, samples: int = 1) -> Any:
+    def counted(self: Reference, sessions: Any, manifest: Manifest, roles: Any, samples: int = 1) -> Any:
         made.append(list(roles))
-        return errors(self, sessions, size, mask, roles, samples)
+        return errors(self, sessions, manifest, roles, samples)
 
     monkeypatch.setattr(Reference, "errors", counted)
     return made
@@ -353,5 +353,5 @@ def test_a_graph_that_torch_runs_is_compared_too(checkpoint: Path, tmp_path: Pat
     assert stored is not None
     with ExitStack() as stack:
         sessions = open_graphs(Bundle.read(made), stack).roles
-        found = stored.errors(sessions, (16, 16), manifest.settings.mask, ["guided_step"], samples=2)
+        found = stored.errors(sessions, manifest, ["guided_step"], samples=2)
     assert found["guided_step"][1] < 1e-5
