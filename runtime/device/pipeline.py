@@ -1,18 +1,19 @@
 """Both passes and the scoring on a card: the host gives observations and takes maps, scores, masks and samples."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.device.program import Device, Program, Steps, upload_passes
 from mdps.runtime.device.seam import DeviceEngine, Driver, Event, Graph, Stream
 from mdps.runtime.errors import BackendError, BackendWarning, UsageError
 from mdps.runtime.graphs import SCORE, Graphs
-from mdps.runtime.noise import Noise
+from mdps.runtime.noise import Noise, NoiseBank
 from mdps.runtime.pipeline import Array, Inspection, check_finite, check_range, chunks, joined, mask_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
@@ -29,6 +30,32 @@ def check_settings(settings: Settings) -> None:
             raise UsageError(f"{name}.resamples {one_pass.resamples} goes back to noise between steps: {ELSEWHERE}")
     if settings.sampler.mask_rule == "inpaint" and settings.sampler.masked_pass is not None:
         raise UsageError(f"mask_rule 'inpaint' puts the image in after the last step: {ELSEWHERE}")
+
+
+def open_loop(
+    driver: Driver, bundle: Bundle, options: LoadOptions, open_one: Callable[[str, Stream], DeviceEngine]
+) -> "DevicePipeline":
+    """Open the loop of a bundle on a card, each graph that its settings need by `open_one`, called with its role.
+
+    The driver is closed with the pipeline, or here where this fails. Raises as `DevicePipeline` and `open_one`.
+    """
+    settings, manifest = bundle.settings, bundle.manifest
+    engines: dict[str, DeviceEngine] = {}
+    try:
+        check_settings(settings)
+        with driver.current():
+            stream = driver.stream()
+            for role in settings.roles:
+                engines[role] = open_one(role, stream)
+        noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
+        graphs = Graphs.of(engines)
+        return DevicePipeline(driver, stream, graphs, manifest.schedule, settings, noise, options.max_batch)
+    except BaseException:
+        with suppress(BackendError), driver.current():
+            for one in engines.values():
+                one.close()
+        driver.close()
+        raise
 
 
 class DevicePipeline:

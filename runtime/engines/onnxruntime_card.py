@@ -13,7 +13,7 @@ import numpy as np
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card
 from mdps.runtime.device import cuda
-from mdps.runtime.device.pipeline import DevicePipeline, check_settings
+from mdps.runtime.device.pipeline import DevicePipeline, check_settings, open_loop
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
 from mdps.runtime.engines import Engine
 from mdps.runtime.engines.interface import GraphFile
@@ -21,8 +21,6 @@ from mdps.runtime.engines.onnxruntime import CardOptions, OrtSession
 from mdps.runtime.engines.onnxruntime import open as open
 from mdps.runtime.engines.onnxruntime import probe as probe
 from mdps.runtime.errors import BackendError, UsageError
-from mdps.runtime.graphs import Graphs
-from mdps.runtime.noise import NoiseBank
 from mdps.runtime.session import Port
 from mdps.runtime.settings import Settings
 
@@ -43,43 +41,25 @@ def can_stay(settings: Settings) -> bool:
 
 
 def open_on_card(engine: Engine, bundle: Bundle, options: LoadOptions, driver: Driver) -> DevicePipeline:
-    """Open a bundle on the driver's card, which is closed with the pipeline, or here where this fails.
+    """Open a bundle on the driver's card, see `open_loop`.
 
     `engine` is a row of ONNX Runtime's, the one on the processor for a driver whose memory is the host's. Raises
     UsageError for settings that are not for a card, BundleError for a graph that is missing, BackendError.
     """
-    settings, manifest = bundle.settings, bundle.manifest
-    engines: dict[str, DeviceEngine] = {}
-    try:
-        check_settings(settings)
-        with driver.current():
-            stream = driver.stream()
-            for role in settings.roles:
-                engines[role] = _open(engine, bundle, options, role, driver, stream)
-        noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
-        graphs = Graphs.of(engines)
-        return DevicePipeline(driver, stream, graphs, manifest.schedule, settings, noise, options.max_batch)
-    except BaseException:
-        for opened in engines.values():
-            opened.close()
-        driver.close()
-        raise
 
+    def open_one(role: str, stream: Stream) -> DeviceEngine:
+        entry = bundle.manifest.graph(role, bundle.path)
+        graph = GraphFile(bundle.path / entry.file, role, bundle, driver.card if engine.on_card else None)
+        if entry.session == "traced":
+            from mdps.runtime.engines import torch
 
-def _open(
-    engine: Engine, bundle: Bundle, options: LoadOptions, role: str, driver: Driver, stream: Stream
-) -> DeviceEngine:  # fmt: skip
-    entry = bundle.manifest.graph(role, bundle.path)
-    graph = GraphFile(bundle.path / entry.file, role, bundle, driver.card if engine.on_card else None)
-    if entry.session == "traced":
-        from mdps.runtime.engines import torch
+            session = torch.open(engine, graph, options)
+            return torch.TracedEngine(session, bundle.manifest.preprocessing.network_size)
+        recorded = engine.on_card and not engine.builds
+        card = CardOptions.of(graph, stream=stream.handle, recorded=recorded)
+        return OrtEngine(OrtSession(graph.file, engine, options.threads, card))
 
-        return torch.TracedEngine(
-            torch.open(engine, graph, options), bundle.manifest.preprocessing.network_size
-        )  # fmt: skip
-    recorded = engine.on_card and not engine.builds
-    card = CardOptions.of(graph, stream=stream.handle, recorded=recorded)
-    return OrtEngine(OrtSession(graph.file, engine, options.threads, card))
+    return open_loop(driver, bundle, options, open_one)
 
 
 class OrtEngine:

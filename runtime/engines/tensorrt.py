@@ -8,7 +8,6 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,14 +20,12 @@ from mdps.runtime.atomic import write_bytes
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.cards import Card
 from mdps.runtime.device import cuda
-from mdps.runtime.device.pipeline import DevicePipeline, check_settings
+from mdps.runtime.device.pipeline import DevicePipeline, check_settings, open_loop
 from mdps.runtime.device.seam import Buffer, DeviceEngine, Driver, Stream
 from mdps.runtime.engines import DEFAULT, Engine, named
 from mdps.runtime.engines.interface import Check, GraphFile
 from mdps.runtime.errors import BackendError, BackendWarning, BundleError, MdpsError, first_line
-from mdps.runtime.graphs import Graphs
 from mdps.runtime.manifest import Manifest, PlanEntry
-from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector
 from mdps.runtime.session import Port, Session
 from mdps.runtime.user_cache import cache_folder
@@ -82,29 +79,18 @@ def open_plans(
     Raises UsageError for settings that no plan serves, BundleError where the bundle lacks plans, BackendError where
     library, driver or card is missing, or a plan is for another card or release.
     """
-    manifest, settings = bundle.manifest, bundle.settings
-    check_settings(settings)
+    check_settings(bundle.settings)
     entries = _entries(row, bundle)
     library = load_library(row)
     driver = open_card()
-    opened: dict[str, TrtEngine] = {}
-    try:
-        for entry in entries.values():
-            check_plan(entry, str(library.__version__), driver.card, bundle.path, manifest)
-        with driver.current():
-            stream = driver.stream()
-            loader = Loader(row, library, driver)
-            for role, entry in entries.items():
-                opened[role] = loader.open(bundle.path / entry.file)
-        noise = NoiseBank.of(settings.sampler, manifest.preprocessing.network_size)
-        graphs: Graphs[DeviceEngine] = Graphs.of(opened)
-        return DevicePipeline(driver, stream, graphs, manifest.schedule, settings, noise, options.max_batch)
-    except BaseException:
-        with suppress(BackendError), driver.current():
-            for one in opened.values():
-                one.close()
-        driver.close()
-        raise
+    loader = Loader(row, library, driver)
+
+    def open_one(role: str, _: Stream) -> DeviceEngine:
+        entry = entries[role]
+        check_plan(entry, str(library.__version__), driver.card, bundle.path, bundle.manifest)
+        return loader.open(bundle.path / entry.file)
+
+    return open_loop(driver, bundle, options, open_one)
 
 
 def _entries(row: Engine, bundle: Bundle) -> dict[str, PlanEntry]:
