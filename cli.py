@@ -5,8 +5,7 @@ import sys
 import click
 
 from mdps import __version__
-from mdps.commands import COMMANDS
-from mdps.commands.lazy import LazyGroup
+from mdps.commands import COMMANDS, LazyGroup
 from mdps.commands.options import TRACEBACK
 from mdps.commands.terminal import run
 

@@ -1,4 +1,10 @@
-"""The commands, a module each: it parses, calls and prints. What one needs is imported when it runs."""
+"""The commands: they parse, call and print. A command and what it needs are imported when it runs."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
 
 # The sentences of `mdps --help`, in its order.
 COMMANDS = {
@@ -19,3 +25,29 @@ COMMANDS = {
     "sweep": "Try the settings that the paper leaves open.",
     "trade": "Show what a millisecond buys.",
 }
+# Where a command is, of those that are in no module of their names.
+_MODULES = {"demo": "show", "inspect": "show", "doctor": "show", "single-file": "export"}
+_MODULES |= dict.fromkeys(("reproduce", "sweep", "trade"), "studies")
+
+
+class LazyGroup(click.Group):
+    """A group of `purposes`, a sentence a command, that imports one only to run it: so the list of all is quick."""
+
+    def __init__(self, *arguments: Any, purposes: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._purposes = purposes
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._purposes)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._purposes:
+            return None
+        name = cmd_name.replace("-", "_")
+        module = import_module(f"mdps.commands.{_MODULES.get(cmd_name, name)}")
+        command: click.Command = getattr(module, name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._purposes.items()))

@@ -6,8 +6,7 @@ from typing import Any
 import click
 
 from mdps.commands.fields import fields
-from mdps.commands.options import AS_JSON, BUNDLE, FALSE_ALARM_RATE, TRACEBACK
-from mdps.commands.single_file import ONE_FILE
+from mdps.commands.options import AS_JSON, BUNDLE, FALSE_ALARM_RATE, ONE_FILE, TRACEBACK
 from mdps.commands.terminal import print_values, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build

@@ -1,4 +1,4 @@
-"""`mdps export`: parses, calls, prints."""
+"""`mdps export` and `mdps single-file`: what is made of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import click
 
 from mdps.commands.fields import fields
-from mdps.commands.options import FALSE_ALARM_RATE, TRACEBACK
-from mdps.commands.single_file import ONE_FILE, write_single_file
+from mdps.commands.options import BUNDLE, FALSE_ALARM_RATE, ONE_FILE, TRACEBACK
 from mdps.commands.terminal import needs, say, spoken_warnings
 from mdps.export.options import ExportOptions
+from mdps.runtime.bundle import LoadOptions
 
 
 @click.command(
@@ -79,3 +79,29 @@ def _check_before_export(good: Path | None, one_file: bool, guidance_backend: st
         from mdps.runtime.image_files import find_images
 
         find_images([good])
+
+
+@click.command(
+    "single-file",
+    epilog="""\b
+Examples:
+  mdps single-file bundle
+  mdps single-file bundle --product blue --out blue.onnx""",
+)
+@BUNDLE
+@click.option("--out", type=click.Path(path_type=Path), help=f"The file [default: {ONE_FILE} in the bundle].")
+@fields(LoadOptions, only=["product"])
+@TRACEBACK
+def single_file(bundle: Path, out: Path | None, product: str) -> None:
+    """Write a calibrated bundle as one ONNX file: picture in, map, score and verdict out.
+
+    Any ONNX Runtime runs it, in C++, C#, Java or JavaScript, without mdps. Make it again after each calibration.
+    """
+    write_single_file(bundle, out, product)
+
+
+def write_single_file(bundle: Path, out: Path | None, product: str) -> None:
+    with needs("export", "cpu"):
+        from mdps.export.single_file import export_single_file
+    written = export_single_file(bundle, out, product=product, say=say)
+    click.echo(f"wrote {written}")

@@ -8,6 +8,8 @@ import click
 
 Command = Callable[..., Any]
 
+ONE_FILE = "detector.onnx"  # what `mdps single-file` writes into a bundle
+
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output on stdout, messages on stderr.")
 THREADS = click.option(

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mdps.cli import cli
 from mdps.commands.export import export
-from mdps.commands.single_file import ONE_FILE
+from mdps.commands.options import ONE_FILE
 from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import single_file as module

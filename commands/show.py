@@ -1,12 +1,35 @@
-"""`mdps inspect`: parses, calls, prints."""
+"""`mdps demo`, `mdps inspect` and `mdps doctor`: what mdps does, what a file is, what works here."""
 
 import json
 from pathlib import Path
 
 import click
 
-from mdps.commands.options import AS_JSON, TRACEBACK
-from mdps.commands.terminal import needs, print_values
+from mdps.commands.options import AS_JSON, THREADS, TRACEBACK
+from mdps.commands.terminal import needs, print_values, say
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps demo
+  mdps demo --json --out /var/www/demo"""
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-report"),
+    show_default=True,
+    help="Folder for the report.",
+)
+@THREADS
+@AS_JSON
+@TRACEBACK
+def demo(out: Path, threads: int | None, as_json: bool) -> None:
+    """Export the checkpoint that ships with mdps, calibrate it, and judge photographs with defects put in."""
+    with needs("export", "bench", "cpu"):
+        from mdps.benchmarks.demo import run_demo
+    print_values(run_demo(out, threads=threads, say=say).to_json(), as_json)
 
 
 @click.command(
@@ -40,3 +63,15 @@ def inspect(path: Path, as_json: bool) -> None:
         from mdps.models.checkpoints import describe_checkpoint
     report = describe_checkpoint(path)
     click.echo(json.dumps(report.to_json()) if as_json else report)
+
+
+@click.command()
+@AS_JSON
+@TRACEBACK
+def doctor(as_json: bool) -> int:
+    """Try every engine, and list cards, processors and versions."""
+    from mdps.runtime.doctor import diagnose
+
+    diagnosis = diagnose()
+    print_values(diagnosis.to_json(), as_json)
+    return 0 if diagnosis.works else 1
