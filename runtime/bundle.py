@@ -13,24 +13,16 @@ from mdps.runtime.settings import Settings
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a bundle is loaded. UsageError for a value out of its range.
+    """How a bundle is loaded: each option's help says what it means. UsageError for a value out of its range.
 
-    `engine` is a name of `mdps.runtime.engines`: "onnxruntime", "openvino" and "mnn" compute on the processor, the last
-    one bundles exported with `--engine mnn`; "auto" is the fastest of those installed, which is measured on this bundle
-    for a moment the first time and then remembered (see `choice`, which warns with a BackendWarning where it cannot).
-    "openvino-bf16" computes the steps in bfloat16, on processors that have it: faster, with other scores, so that it
-    needs its own calibration. "torch" is for bundles made with `--guidance-backend traced`, whose guided step runs in
-    torch on "onnxruntime" too. "onnxruntime-cuda" and "onnxruntime-tensorrt" run the graphs on an NVIDIA card,
-    "tensorrt" and "tensorrt-rtx" the bundle's engine plans (docs/use/gpu.md).
+    The choice of "auto" is measured on this bundle the first time and then remembered, with a BackendWarning where it
+    cannot be. "torch" is for bundles made with `--guidance-backend traced`, whose guided step runs in torch on
+    "onnxruntime" too; `torch_compile` names a back end of torch.compile for it, such as "inductor". A card without room
+    for the bundle is refused before anything is opened (docs/use/gpu.md).
 
-    `device` is the card for those: its index as nvidia-smi shows it, or its UUID or the beginning of that; by default
-    the first one CUDA shows. A card without room for the bundle is refused before anything is opened. `torch_compile`
-    is a back end of torch.compile, such as "inductor", for the guided step of a traced bundle.
-
-    `samples` (N_s), `seed` and `early_exit` override the bundle's, in the ranges of `SamplerSettings`; an early exit
-    needs a calibration. At most `max_batch` (1 or more) posterior samples are computed at once, by so many `threads` of
-    the processor, by default all this process may use. `product` is the calibration's name; with `calibrated` there
-    must be one, made with the same number of samples, without it the results have no verdict. `warm_up` runs one image.
+    `samples`, `seed` and `early_exit` override the bundle's; an early exit needs a calibration. At most `max_batch`
+    posterior samples are computed at once. With `calibrated` there must be a calibration of the `product`, made with
+    the same number of samples; without it the results have no verdict. `warm_up` runs one image.
     """
 
     samples: Annotated[int | None, Option("Posterior samples an image [default: the bundle's].", low=1)] = None

@@ -59,25 +59,18 @@ def _asked() -> list[float]:
 
 def _quotas(proc: Path, root: Path) -> list[float]:
     """Return the processors that each group grants."""
-    found = [_v2(folder) if version == 2 else _v1(folder) for version, folder in groups("cpu", proc, root)]
-    return [quota for quota in found if quota is not None]
+    found = [_quota(version, folder) for version, folder in groups("cpu", proc, root)]
+    return [quota for quota in found if quota > 0]
 
 
-def _v2(folder: Path) -> float | None:
-    words = read(folder / "cpu.max").split()
-    return _ratio(*words) if len(words) == 2 else None
-
-
-def _v1(folder: Path) -> float | None:
-    return _ratio(read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us"))
-
-
-def _ratio(quota: str, period: str) -> float | None:
+def _quota(version: int, folder: Path) -> float:
+    """Return the processors of one group, 0 where it sets no bound."""
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
-        ratio = int(quota) / int(period)
+        quota, period = " ".join(read(folder / name) for name in names).split()
+        return int(quota) / int(period)
     except (ValueError, ZeroDivisionError):  # "max", or no such file
-        return None
-    return ratio if ratio > 0 else None
+        return 0
 
 
 def rooms(proc: Path = Path("/proc"), cgroup: Path = PROC, root: Path = ROOT) -> Iterator[Room]:

@@ -100,7 +100,9 @@ def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapp
     `files` names files in the place of graphs: an engine plan, which holds its weights itself.
     """
     given, roles = files or {}, tuple(roles)
-    weights = sum(_weights(manifest, role, given.get(role)) for role in roles)
+    plans = sum(manifest.files[given[role]].bytes for role in roles if role in given)
+    graphs = [_files(manifest, role, _engine(manifest, role, DEFAULT)) for role in roles if role not in given]
+    weights = plans + sum(graph + weights for _, graph, weights in graphs)
     shares = [_step(manifest, role) for role in roles if role in STEPS]
     if len(shares) < len(roles):
         shares.append(_scoring(manifest))
@@ -126,18 +128,6 @@ def _scoring(manifest: Manifest) -> int:
     """Return an upper bound for features and score: one image with a hundred channels."""
     height, width = manifest.preprocessing.network_size
     return 100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2)
-
-
-def _weights(manifest: Manifest, role: str, file: str | None) -> int:
-    sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-    if file is not None:
-        return sizes.get(file, 0)
-    graph = manifest.graphs.get(role)
-    own = sizes.get(graph.file, 0) if graph else 0
-    if graph is not None and graph.session == "traced":
-        return own
-    shared = "denoiser.weights" if role in STEPS else "features.weights"
-    return own + sizes.get(shared, 0)
 
 
 def _step(manifest: Manifest, role: str) -> int:

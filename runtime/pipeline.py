@@ -126,14 +126,12 @@ class Pipeline:
         return maps
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
-        """See `Inspector.predicted_noise`."""
         session = self.graphs.step(self.settings.sampler.first_pass.guidance_scale)
         feeds = alone(noised) | step_scalars(step) | {"guidance_scale": np.zeros((), dtype=np.float32)}
         return session.run({name: feeds[name] for name in session.inputs}, ["eps"])["eps"]
 
     @property
     def on_card(self) -> bool:
-        """Whether the loop stays on a card: it does not."""
         return False
 
     @property
@@ -141,7 +139,6 @@ class Pipeline:
         return {role: session.provider for role, session in self.graphs.roles.items()}
 
     def close(self) -> None:
-        """Close all sessions."""
         for session in self.graphs.roles.values():
             session.close()
 

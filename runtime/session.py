@@ -121,21 +121,17 @@ class ChunkedSession:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """As the wrapped session."""
         return self.session.inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """As the wrapped session."""
         return self.session.outputs
 
     @property
     def provider(self) -> str:
-        """As the wrapped session."""
         return self.session.provider
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """Return what the wrapped session would for the whole batch."""
         cuts = self._cuts(feeds)
         if len(cuts) <= 1:
             return self.session.run(feeds, outputs)
@@ -154,7 +150,6 @@ class ChunkedSession:
         return [slice(start, start + self.size) for start in range(0, total, self.size)]
 
     def close(self) -> None:
-        """Close the wrapped session."""
         self.session.close()
 
 

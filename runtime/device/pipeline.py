@@ -92,7 +92,6 @@ class DevicePipeline:
 
     @property
     def on_card(self) -> bool:
-        """Whether the loop stays on a card: it does."""
         return True
 
     @property
@@ -114,7 +113,6 @@ class DevicePipeline:
         return found.first_map
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
-        """See `Inspector.predicted_noise`."""
         engine = self._engines_on_card.step(self.settings.sampler.first_pass.guidance_scale)
         with self._driver.current():
             parts = [self._steps.predicted_noise(engine, part, step) for part in chunks(noised, self._rows)]

@@ -47,9 +47,8 @@ class MnnSession:
     """One `.mnn` file, as `mdps.export.mnn` writes it, on MNN's CPU backend, in float32.
 
     The graph takes one image: what has four dimensions is a batch, whose rows are run one after the other and give the
-    same to the bit in any. `threads` defaults to the processors this process may use. Raises
-    BackendError where the library is missing or the file is damaged. Runs from several threads follow
-    one another.
+    same to the bit in any. `threads` defaults to the processors this process may use. Raises BackendError where the
+    library is missing or the file is damaged. Runs from several threads follow one another.
     """
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
@@ -67,7 +66,6 @@ class MnnSession:
         self.provider = f"MNN {self._library.version()} on CPU"
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
         check_feeds(self._ports, feeds, str(self._path))
         names = check_outputs(self.outputs, outputs, str(self._path))
         rows = {len(array) for array in feeds.values() if array.ndim}
@@ -88,7 +86,6 @@ class MnnSession:
         return CopyingRun(self, feeds)
 
     def close(self) -> None:
-        """Free the graph and its memory."""
         with self._lock:
             self._tensors, self._results = {}, {}
             self._session = self._interpreter = None

@@ -136,7 +136,6 @@ class OrtSession:
         self.provider: str = self._session.get_providers()[0]
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
         session = self._open_session()
         check_feeds(self._ports, feeds, str(self._path))
         names = check_outputs(self.outputs, outputs, str(self._path))
@@ -145,17 +144,14 @@ class OrtSession:
         return dict(zip(names, values, strict=True))
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """Bind runs that read and write the callers' own memory."""
         return _Binding(self, feeds)
 
     @property
     def input_ports(self) -> list[Port]:
-        """The ports of `inputs`."""
         return list(self._ports)
 
     @property
     def output_ports(self) -> list[Port]:
-        """The ports of `outputs`."""
         return [_port(node, self._path) for node in self._open_session().get_outputs()]
 
     def binding(self) -> Any:
@@ -177,7 +173,6 @@ class OrtSession:
             self._open_session().run_with_iobinding(binding, options)
 
     def close(self) -> None:
-        """Free the engine's memory."""
         self._session = None
 
     def _open_session(self) -> Any:

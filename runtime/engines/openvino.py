@@ -49,12 +49,11 @@ def _precision(engine: Engine) -> str:
 class OpenVinoSession:
     """One ONNX file on OpenVINO's CPU plugin, in float32 ("f32") or bfloat16 ("bf16").
 
-    In bfloat16 products and what follows them are rounded to eight bits of mantissa, for which processors
-    with AMX or AVX512_BF16 have instructions; inputs and outputs stay float32.
-    Static shapes are a fifth faster there than a free batch, so each set of input shapes is compiled when it is first
-    run; the `COMPILED_AT_ONCE` last used ones are kept. `threads` defaults to the processors this process may use.
-    Raises BackendError where the library is missing, the file
-    is damaged or the processor has no bfloat16. Runs from several threads follow one another.
+    In bfloat16 products and what follows them are rounded to eight bits of mantissa; inputs and outputs stay float32.
+    Static shapes are a fifth faster than a free batch, so each set of input shapes is compiled when first run, and
+    the `COMPILED_AT_ONCE` last used are kept. `threads` defaults to the processors this process may use. Raises
+    BackendError where the library is missing, the file is damaged or the processor has no bfloat16. Runs from several
+    threads follow one another.
     """
 
     def __init__(self, path: Path | str, threads: int | None = None, precision: str = "f32") -> None:
@@ -80,7 +79,6 @@ class OpenVinoSession:
         self.provider = f"OpenVINO {library.__version__.partition('-')[0]} on CPU{how}"
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """The named outputs (all by default); BackendError where the feeds do not fit or the engine fails."""
         with self._lock:
             self._check_open()
             check_feeds(self._ports, feeds, str(self._path))
@@ -93,11 +91,9 @@ class OpenVinoSession:
                 return {name: request.get_output_tensor(self.outputs.index(name)).data.copy() for name in names}
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
-        """Bind runs that read and write the callers' own memory."""
         return _Binding(self, feeds)
 
     def close(self) -> None:
-        """Free the model and what was compiled of it."""
         with self._lock:
             self._requests.clear()
             self._model = self._core = None

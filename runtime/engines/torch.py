@@ -88,7 +88,6 @@ class TracedSession:
         self.inputs = tuple(shapes)
 
     def run(self, feeds: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> Arrays:
-        """The named outputs (all by default), float32 [N, 3, H, W]; BackendError where the feeds do not fit."""
         check_feeds(self._ports, feeds, str(self._path))
         names = check_outputs(self.outputs, outputs, str(self._path))
         tensors = {name: self._torch.tensor(feeds[name], device=self._device) for name in self.inputs}
@@ -123,7 +122,6 @@ class TracedSession:
 
     @property
     def input_ports(self) -> list[Port]:
-        """The ports of `inputs`."""
         return list(self._ports)
 
     def bind(self, feeds: Mapping[str, NDArray[Any]]) -> BoundRun:
@@ -131,7 +129,6 @@ class TracedSession:
         return CopyingRun(self, feeds)
 
     def close(self) -> None:
-        """Let go of the network."""
         self._network = None
 
     def _step(self, f: Mapping[str, Any]) -> tuple[Any, Any, Any]:
