@@ -171,15 +171,12 @@ def _check(library: Any, code: int) -> None:
 
 
 def _no_card() -> str:
-    return f"CUDA shows this process no card{_because()}: check that, and that `nvidia-smi` lists one"
+    hidden = f" ({_filter()})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+    return f"CUDA shows this process no card{hidden}: check that, and that `nvidia-smi` lists one"
 
 
 def _filter() -> str:
     return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-
-
-def _because() -> str:
-    return f" ({_filter()})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
 
 
 def _check_name(device: str | int) -> None:

@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -134,32 +135,26 @@ class Detector:
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
         frozen and not known, BackendError where the engine fails or gives NaN, after `close`, and in a forked process.
         """
-        self._check_process()
-        self._check(observations)
-        if len(observations) > 1:  # the samples of one were counted when the bundle was loaded
-            check_batch(self.manifest, self._settings, len(observations))
-        # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
-        if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
-            mask_range = self.calibration.mask_range
-        with self._lock:
-            return self._open_pipeline().inspect(observations, mask_range, self._exit_limit if early_exit else None)
+        with self._computing(observations) as pipeline:
+            if len(observations) > 1:  # the samples of one were counted when the bundle was loaded
+                check_batch(self.manifest, self._settings, len(observations))
+            # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
+            if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
+                mask_range = self.calibration.mask_range
+            return pipeline.inspect(observations, mask_range, self._exit_limit if early_exit else None)
 
     def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
-        self._check_process()
-        self._check(observations)
-        with self._lock:
-            return self._open_pipeline().first_maps(observations)
+        with self._computing(observations) as pipeline:
+            return pipeline.first_maps(observations)
 
     def predicted_noise(self, noised: NDArray[np.float32], step: Step) -> NDArray[np.float32]:
         """Return the denoiser's estimate of the noise in `noised` [N, 3, H, W] at the time of `step`, in its shape.
 
         Raises as `inspect`.
         """
-        self._check_process()
-        self._check(noised)
-        with self._lock:
-            return self._open_pipeline().predicted_noise(noised, step)
+        with self._computing(noised) as pipeline:
+            return pipeline.predicted_noise(noised, step)
 
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""
@@ -196,13 +191,17 @@ class Detector:
             raise BackendError("this detector was closed: load the bundle again")
         return self._pipeline
 
-    def _check_process(self) -> None:
-        """Engines' threads do not follow into a forked process, which would compute on one and hang when it ends."""
+    @contextmanager
+    def _computing(self, observations: NDArray[np.float32]) -> Iterator[Inspector]:
+        """One call after another on what fits, and not in a forked process: engines' threads do not follow into it."""
         if os.getpid() != self._process:
             raise BackendError(
                 "this detector was loaded before the process forked, and its engine does not work in the new one: "
                 "load the bundle in each worker process"
             )
+        self._check(observations)
+        with self._lock:
+            yield self._open_pipeline()
 
     def _observe(self, image: Picture) -> NDArray[np.float32]:
         try:

@@ -74,18 +74,16 @@ class Setting:
 
 def settings_of(cls: type[Dataclass]) -> tuple[Setting, ...]:
     """Return the fields of a dataclass, and of those inside it, that have an `Option`."""
-    return tuple(_settings(cls))
-
-
-def _settings(cls: type[Dataclass]) -> Iterator[Setting]:
+    found: list[Setting] = []
     for field in fields(cls):
         if get_origin(field.type) is Annotated:
             kind, *extras = get_args(field.type)
             (option,) = [extra for extra in extras if isinstance(extra, Option)]
             default = None if field.default is MISSING else field.default
-            yield Setting(field.name, _without_none(kind), default, option)
+            found.append(Setting(field.name, _without_none(kind), default, option))
         elif inner := _inner(field):
-            yield from _settings(inner)
+            found += settings_of(inner)
+    return tuple(found)
 
 
 def _inner(field: Field[Any]) -> type[Dataclass] | None:
@@ -131,7 +129,7 @@ def _meant(value: Any, words: Mapping[str, Callable[[], Any]] | None) -> Any:
 
 def check_ranges(record: Dataclass) -> None:
     """Raise UsageError for a number outside the range of its field's option."""
-    for setting in _settings(type(record)):
+    for setting in settings_of(type(record)):
         value = getattr(record, setting.name, None)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not _inside(setting.option, number):

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,6 @@ from mdps.runtime.engines import DEFAULT, Engine, named
 from mdps.runtime.engines.interface import Check, GraphFile
 from mdps.runtime.errors import BackendError, BackendWarning, BundleError, MdpsError, first_line
 from mdps.runtime.manifest import Manifest, PlanEntry
-from mdps.runtime.pipeline import Inspector
 from mdps.runtime.session import Port, Session
 from mdps.runtime.user_cache import cache_folder
 
@@ -34,10 +33,6 @@ from mdps.runtime.user_cache import cache_folder
 def open(row: Engine, graph: GraphFile, options: LoadOptions) -> Session:
     """Refuse a single graph: a plan is of a whole bundle's loop."""
     raise BackendError(f"the engine {row.name} opens plans of a bundle, not a graph such as {graph.file}")
-
-
-def open_bundle(row: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> Inspector:
-    return open_plans(row, bundle, options, partial(cuda.open_driver, card.ordinal or 0))
 
 
 def probe(row: Engine) -> Check:
@@ -71,9 +66,7 @@ def _check_runtime(library: ModuleType) -> None:
         raise BackendError(f"it does not start: {reason}") from error
 
 
-def open_plans(
-    row: Engine, bundle: Bundle, options: LoadOptions, open_card: Callable[[], Driver]
-) -> DevicePipeline:  # fmt: skip
+def open_bundle(row: Engine, bundle: Bundle, options: LoadOptions, card: Card) -> DevicePipeline:
     """Open a bundle on a card by its plans of `row`; only those that its passes and score need are loaded.
 
     Raises UsageError for settings that no plan serves, BundleError where the bundle lacks plans, BackendError where
@@ -82,7 +75,7 @@ def open_plans(
     check_settings(bundle.settings)
     entries = _entries(row, bundle)
     library = load_library(row)
-    driver = open_card()
+    driver = cuda.open_driver(card.ordinal or 0)
     loader = Loader(row, library, driver)
 
     def open_one(role: str, _: Stream) -> DeviceEngine:

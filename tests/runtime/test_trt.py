@@ -25,7 +25,7 @@ from mdps.runtime.device import cuda as cuda_module
 from mdps.runtime.device.seam import Buffer
 from mdps.runtime.engines import ENGINES, Engine, named
 from mdps.runtime.engines import tensorrt as trt_module
-from mdps.runtime.engines.tensorrt import Loader, Scratch, TrtEngine, check_plan, open_plans
+from mdps.runtime.engines.tensorrt import Loader, Scratch, TrtEngine, check_plan, open_bundle
 from mdps.runtime.errors import BackendError, BackendWarning, BundleError, UsageError
 from mdps.runtime.manifest import Manifest, PlanEntry
 from mdps.runtime.placement import Placement
@@ -367,19 +367,17 @@ def test_a_bundle_without_plans_names_the_export(bundle, here):
         load(bundle, engine=RTX)
 
 
-def test_what_no_plan_serves_is_refused_before_a_card_is_opened(bundle):
-    def never():
-        raise AssertionError("a card was opened")
-
+def test_what_no_plan_serves_is_refused_before_a_card_is_opened(bundle, monkeypatch):
+    monkeypatch.setattr(cuda_module, "open_driver", lambda _: pytest.fail("a card was opened"))
     manifest = planned(bundle)
     traced = replace(manifest, guidance_backend="traced")
     with pytest.raises(BackendError, match="torch program, which has no plan"):
-        open_plans(ROW, Bundle(bundle, traced, manifest.settings), LoadOptions(), never)
+        open_bundle(ROW, Bundle(bundle, traced, manifest.settings), LoadOptions(), CARD)
     sampler = manifest.settings.sampler
     stitched = replace(sampler, masked_pass=replace(sampler.masked_pass, start="stitched"))
     changed = replace(manifest.settings, sampler=stitched)
     with pytest.raises(UsageError, match=r"masked_pass\.start"):
-        open_plans(ROW, Bundle(bundle, manifest, changed), LoadOptions(), never)
+        open_bundle(ROW, Bundle(bundle, manifest, changed), LoadOptions(), CARD)
 
 
 @pytest.mark.parametrize("backend", [RTX, "tensorrt"])
