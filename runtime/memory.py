@@ -1,4 +1,4 @@
-"""What a bundle, a training or an export takes of memory, and whether the processor's has room: asked before it starts.
+"""Memory of a bundle, a training or an export, and whether the processor has room for it: asked before it starts.
 
 On the processor it is modelled from the manifest, by parts: libraries, weights, what lives at once in a step (recorded
 by the export, node by node), and the arrays of a pass. The numbers in `_FITTED` were fitted to the peaks of fresh
