@@ -7,21 +7,19 @@ from mdps.training.config import (
     NETWORKS,
     RECIPES,
     TrainingConfig,
+    framing,
     paper_network,
     paper_recipe,
     small_network,
     small_recipe,
 )
-from mdps.training.framing import framing
-from mdps.training.outcome import Outcome, outcome
-from mdps.training.resume import resumed_settings
+from mdps.training.folder import Outcome, outcome, resumed_settings
 from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
-from mdps.training.stop import StoppedError
 
 if TYPE_CHECKING:
     from mdps.training.engine import choose_device, first_process
     from mdps.training.launch import fit_in_processes
-    from mdps.training.loop import fit
+    from mdps.training.loop import StoppedError, fit
 
 __all__ = [
     "NETWORKS",
@@ -46,7 +44,13 @@ __all__ = [
     "small_network",
     "small_recipe",
 ]
-_WITH_TORCH = {"choose_device": "engine", "first_process": "engine", "fit": "loop", "fit_in_processes": "launch"}
+_WITH_TORCH = {
+    "StoppedError": "loop",
+    "choose_device": "engine",
+    "first_process": "engine",
+    "fit": "loop",
+    "fit_in_processes": "launch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of a training run."""
+"""Settings of a training run, and how its images are framed."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,10 @@ from typing import Annotated, Any, Literal
 from mdps.models.unet_config import UNetConfig
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.option import Option, check_ranges
+from mdps.runtime.preprocessing import Preprocessing
+
+SIZES = {"paper": 256, "small": 64}
+PAPER_CROP = {"mvtec-ad": 224}  # "resize all images to 256 and center crop to 224 for MVTec"; BTAD has no crop
 
 
 def paper_network(image_size: int = 256, base: int = 64) -> UNetConfig:
@@ -145,3 +149,24 @@ def rate_factor(config: TrainingConfig, step: int, progress: float) -> float:
     ramp = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
     falls = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
     return ramp * falls[config.decay]
+
+
+def framing(
+    recipe: str, layout: str, image_size: int | None, crop_size: int | None, *, say: Callable[[str], object]
+) -> Preprocessing:
+    """Return the preprocessing of `recipe` for images of a data set's `layout`; what is given wins, and 0 is no crop.
+
+    The paper's crop is for its own size of 256; at another none is made unless `crop_size` asks for it. What was
+    decided for the user is said. UsageError for a crop larger than the image.
+    """
+    size = image_size or SIZES[recipe]
+    crop = crop_size or None
+    if crop_size is None and recipe == "paper" and layout in PAPER_CROP:
+        if size == SIZES["paper"]:
+            crop = PAPER_CROP[layout]
+            say(f"images are resized to {size} and the centre {crop} is cut, as in the paper (--crop-size 0: no cut)")
+        else:
+            say(f"no centre crop, as the paper's is for {SIZES['paper']} and these are {size} (--crop-size makes one)")
+    if crop is not None and crop > size:
+        raise UsageError(f"a crop of {crop} is larger than the images of {size}; choose at most {size}")
+    return Preprocessing(image_size=(size, size), crop="input" if crop else "none", crop_size=crop)

@@ -1,4 +1,4 @@
-"""The chance in a run: what each sample is, as a function of its number alone.
+"""The samples of a run and their loss. The chance in it: what each sample is, as a function of its number alone.
 
 Sample g of a run (step * batch + its place in the batch) draws image, variation, timestep and noise from generators
 seeded with (seed, g). So a run needs no generator's state to go on, and does not depend on how many processes share it.
@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mdps.runtime.noise import simplex_noise
 from mdps.training.config import TrainingConfig
-from mdps.training.loss import memory_format, to_unit
-from mdps.training.sources import Source
-from mdps.training.vary import vary
+from mdps.training.sources import Images, Source
 
 _ORDER, _DROPOUT = 1, 2  # keep the streams of one seed apart
 
@@ -84,3 +82,54 @@ def seed_dropout(config: TrainingConfig, step: int, process: int) -> None:
     if config.network.dropout:
         seeds = np.random.SeedSequence((config.seed, step, process, _DROPOUT))
         torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+
+
+def vary(image: Images, rng: np.random.Generator, config: TrainingConfig) -> Images:
+    """Vary uint8 [H, W, 3]: mirrored either way with probability one half, turned by 0 to 3 quarters (square
+    images), and moved by up to `shift` pixels with mirrored edges; draws nothing for what is off."""
+    if config.flip_horizontal and rng.random() < 0.5:
+        image = image[:, ::-1]
+    if config.flip_vertical and rng.random() < 0.5:
+        image = image[::-1]
+    if config.rotate:
+        image = np.rot90(image, int(rng.integers(4)))
+    return _shifted(image, rng, config.shift) if config.shift else image
+
+
+def _shifted(image: Images, rng: np.random.Generator, shift: int) -> Images:
+    height, width, _ = image.shape
+    padded = np.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="reflect")
+    y, x = rng.integers(0, 2 * shift + 1, 2)
+    return padded[y : y + height, x : x + width]
+
+
+def to_unit(images: Tensor) -> Tensor:
+    """Turn uint8 [B, H, W, 3] to float32 [B, 3, H, W] in [-1, 1], contiguous."""
+    return images.permute(0, 3, 1, 2).float().contiguous() / 127.5 - 1
+
+
+def memory_format(device: torch.device) -> torch.memory_format:
+    """Return how images and weights lie in memory: where the two differ, torch's convolutions on a CPU crawl.
+
+    A GPU's half precision wants the channels last; a CPU trains faster without.
+    """
+    return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
+def noise_losses(network: nn.Module, clean: Tensor, timesteps: Tensor, noise: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """Return each image's mean squared error of eps(sqrt(a_t) x + sqrt(1 - a_t) noise, t): float32 [B].
+
+    clean, noise [B, 3, H, W]; timesteps [B] in 0..T-1; alphas_cumprod [T] float32, a_t = alphas_cumprod[t].
+    """
+    alpha = alphas_cumprod[timesteps][:, None, None, None]
+    x_t = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+    eps: Tensor = network(x_t, timesteps)
+    return (eps.float() - noise).square().mean(dim=(1, 2, 3))
+
+
+def loss_weights(config: TrainingConfig, timesteps: Tensor, alphas_cumprod: Tensor) -> Tensor:
+    """Return [B]: ones, or min(SNR, limit) / SNR with SNR = a_t / (1 - a_t) (Hang et al. 2023, "Min-SNR", for eps)."""
+    if config.weighting == "uniform":
+        return torch.ones(len(timesteps), device=timesteps.device)
+    alpha = alphas_cumprod[timesteps]
+    return (config.snr_limit * (1 - alpha) / alpha).clamp(max=1)

@@ -36,6 +36,14 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_share(config: TrainingConfig, processes: int) -> None:
+    """Raise UsageError unless the batch is the same for each of so many processes."""
+    if config.batch % processes:
+        raise UsageError(
+            f"a batch of {config.batch} does not divide among {processes} processes; choose a multiple of {processes}"
+        )
+
+
 def first_process() -> bool:
     """Return whether this is the process of the run that writes and speaks."""
     return int(os.environ.get("RANK", 0)) == 0
@@ -51,11 +59,7 @@ class Engine:
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         if config.precision == "fp16" and device.type == "cpu":
             raise UsageError("precision fp16 needs a GPU; on a CPU choose fp32 or bf16")
-        if config.batch % process_count():
-            raise UsageError(
-                f"a batch of {config.batch} does not divide among {process_count()} processes; "
-                f"choose a multiple of {process_count()}"
-            )
+        check_share(config, process_count())
         self.device, self._clip = device, config.clip
         self._accelerator = _accelerator(config.precision, device)
         self.process: int = self._accelerator.process_index

@@ -5,23 +5,26 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mdps.models.unet_config import UNetConfig
 from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.machine import versions
-from mdps.training.config import TrainingConfig
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.training.config import NETWORKS, TrainingConfig
 from mdps.training.sources import Source
 
 CHECKPOINT, DENOISER = "checkpoint.pt", "denoiser.safetensors"
 CONFIG, LOG, CURVE, SAMPLES, BOARD = "config.json", "log.jsonl", "loss.png", "samples", "tensorboard"
 PACKAGES = ("torch", "accelerate", "numpy", "pillow", "safetensors")
+WINDOW = 100  # steps that a loss is the mean of: batches of eight differ by half of it and more
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_OURS = (errno.EROFS, errno.EACCES, errno.EPERM)
 Row = dict[str, Any]
@@ -118,6 +121,11 @@ class Log:
             self.on_row(row)
 
 
+def rows_of(log: Path) -> list[Row]:
+    """Return the lines of a run's log; none where it has no such file."""
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+
+
 def open_board(folder: Path, step: int) -> Any:
     """Open TensorBoard's writer, less what an earlier session wrote after `step`; None and a warning without it."""
     try:
@@ -134,8 +142,7 @@ def draw_curve(log: Path, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    if not rows:
+    if not (rows := rows_of(log)):
         return
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(7, 4))
@@ -160,3 +167,94 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):  # a line cut short by a crash
         return float("inf")
+
+
+class Outcome(NamedTuple):
+    """Steps and seconds of a run in all its sessions, and losses over its last hundred steps or so.
+
+    `first_quarter_loss` is the mean squared error of the noise at the first quarter of the timesteps, where detection
+    works; None where none of them was drawn.
+    """
+
+    steps: int
+    seconds: float
+    loss: float
+    first_quarter_loss: float | None
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a denoiser keeps of it, without the seconds, so that the same run gives the same file."""
+        return {"steps": self.steps, "loss": self.loss, "first_quarter_loss": self.first_quarter_loss}
+
+
+def outcome(out: Path) -> Outcome | None:
+    """Return how the run in folder `out` ended or stands; None where its log has no line yet."""
+    if not (rows := rows_of(out / LOG)):
+        return None
+    last = rows[-1]
+    weighted = _last(rows)
+    quarter = [(steps, row["loss_by_quarter"][0]) for steps, row in weighted if row.get("loss_by_quarter")]
+    return Outcome(
+        last["step"],
+        last["seconds"],
+        _mean([(steps, row["loss"]) for steps, row in weighted]) or 0.0,
+        _mean([(steps, loss) for steps, loss in quarter if loss is not None]),
+    )
+
+
+def _last(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Return the last lines that cover the window, or all, each with the number of steps it is the mean of."""
+    before = [0, *(row["step"] for row in rows[:-1])]
+    weighted = [(row["step"] - start, row) for start, row in zip(before, rows, strict=True)]
+    first = next((n for n in range(len(rows) - 1, -1, -1) if rows[-1]["step"] - before[n] >= WINDOW), 0)
+    return weighted[first:]
+
+
+def _mean(weighted: Sequence[tuple[int, float]]) -> float | None:
+    total = sum(weight for weight, _ in weighted)
+    return sum(weight * value for weight, value in weighted) / total if total else None
+
+
+def resumed_settings(
+    out: Path,
+    *,
+    recipe: str | None = None,
+    image_size: int | None = None,
+    crop_size: int | None = None,
+    base: int | None = None,
+) -> tuple[TrainingConfig, Preprocessing]:
+    """Return the settings and preprocessing of the run in folder `out`, as its config.json has them.
+
+    UsageError where there is no run to go on with, where its config.json cannot be read, and where one of the others is
+    given and is not the run's: `recipe` ("paper" or "small"), the sides `image_size` and `crop_size` (0: no crop) in
+    pixels, `base` channels.
+    """
+    check_folder(out, resume=True)
+    path = out / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        config = TrainingConfig.from_json(content["training"])
+        preprocessing = Preprocessing.from_json(content["preprocessing"], f"{path}, preprocessing")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} does not say what the run was begun with ({type(error).__name__}); put the file back, or choose "
+            "another folder for the run"
+        ) from error
+    given = {"image-size": image_size, "crop-size": crop_size, "base": base}
+    theirs = (preprocessing.image_size[0], preprocessing.crop_size or 0, config.network.model_channels)
+    for (name, ours), value in zip(given.items(), theirs, strict=True):
+        if ours is not None and ours != value:
+            raise UsageError(f"{out} was begun with --{name} {value}, not {ours}; leave --{name} out")
+    if recipe is not None and config.network != _network(recipe, config.network):
+        raise UsageError(
+            f"{out} was begun with another network than that of --recipe {recipe}; leave --recipe out, and --resume "
+            "takes the run's own"
+        )
+    return config, preprocessing
+
+
+def _network(recipe: str, like: UNetConfig) -> UNetConfig | None:
+    """Return the network of the recipe in the size of another; None where it cannot have that."""
+    try:
+        return NETWORKS[recipe](like.image_size, like.model_channels)
+    except UsageError:
+        return None

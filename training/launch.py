@@ -8,7 +8,8 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, SpawnContext, start_processes
@@ -16,8 +17,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, SpawnContext, st
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.machine import available_cpus
 from mdps.training.config import TrainingConfig
+from mdps.training.engine import check_share
 from mdps.training.folder import DENOISER
-from mdps.training.loop import Given, fit
+from mdps.training.loop import Given, StopSignal, fit
 
 GRACE = 20.0  # seconds that the others have after one has failed
 
@@ -29,10 +31,7 @@ def fit_in_processes(count: int, images: Given, out: Path, config: TrainingConfi
     """
     if "WORLD_SIZE" in os.environ:
         raise UsageError("torchrun has started the processes already; leave out --processes")
-    if config.batch % count:
-        raise UsageError(
-            f"a batch of {config.batch} does not divide among {count} processes; choose a multiple of {count}"
-        )
+    check_share(config, count)
     errors = multiprocessing.get_context("spawn").SimpleQueue()
     work = (count, _free_port(), errors, images, out, config, options)
     with Relay() as relay:
@@ -86,32 +85,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Relay:
+class Relay(StopSignal):
     """Within the block SIGINT and SIGTERM go on to the processes, which stop together; this one waits for them.
 
     The block begins before the processes do: a signal between their start and `to` would else end this one alone.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._pids: list[int] = []
-        self._signalled = False
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def to(self, pids: list[int]) -> None:
-        """Return the processes that signals go to, one that came before included."""
+        """Send signals to these processes from now on, and one that came before."""
         self._pids = pids
-        if self._signalled:
+        if self.number:
             self._send()
 
-    def _pass_on(self, *_: object) -> None:
-        self._signalled = True
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.number = number
         self._send()
 
     def _send(self) -> None:

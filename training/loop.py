@@ -2,11 +2,13 @@
 
 import math
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,19 +19,13 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.memory import check_training
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
-from mdps.training.check import check_files
 from mdps.training.config import TrainingConfig, rate_factor
-from mdps.training.draw import draw_batch, seed_dropout
+from mdps.training.draw import draw_batch, loss_weights, noise_losses, seed_dropout
 from mdps.training.engine import Engine, choose_device, first_process, process_count
-from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, unwritable
-from mdps.training.loss import loss_weights, noise_losses
-from mdps.training.meter import Meter
-from mdps.training.outcome import outcome
-from mdps.training.progress import Progress, progress_of
-from mdps.training.samples import Reconstructions
-from mdps.training.sources import ArraySource, FileSource, Source, images_below
+from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, outcome, unwritable
+from mdps.training.progress import Meter, Progress, Reconstructions, progress_of
+from mdps.training.sources import ArraySource, FileSource, Source, check_files, images_below
 from mdps.training.state import TrainingState
-from mdps.training.stop import StoppedError, StopSignal
 
 EARLY = (1, 10)  # steps that are logged besides, so that a slow machine's log is not empty for minutes
 Given = NDArray[np.uint8] | Path | Sequence[Path] | Source
@@ -104,6 +100,41 @@ def _check_size(source: Source, config: TrainingConfig) -> None:
         raise UsageError(f"shift is {config.shift}; it must be smaller than the images of {shape[0]} x {shape[1]}")
     if config.rotate and shape[0] != shape[1]:
         raise UsageError(f"images of {shape[0]} x {shape[1]} pixels cannot be turned by a quarter; leave out rotate")
+
+
+class StoppedError(MdpsError):
+    """The run was asked to stop and has written a checkpoint to go on from."""
+
+    exit_code = 130
+
+
+class StopSignal:
+    """Within the block, SIGINT and SIGTERM are noted in `number` (0: none yet); a second SIGINT interrupts at once.
+
+    Python lets only the main thread watch signals; in another one nothing changes.
+    """
+
+    WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.WATCHED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.number = number
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
 
 
 class Run:
@@ -244,6 +275,3 @@ class Run:
             f"stopped by {signal.Signals(number).name} after step {self.state.step}{bound}; its checkpoint is in "
             f"{self.out}: go on with --resume"
         )
-
-
-__all__ = ["CHECKPOINT", "DENOISER", "Given", "Row", "Run", "as_source", "choose_device", "fit"]

@@ -1,18 +1,29 @@
-"""The bar on a terminal: how far, how fast, how long still; silent in a pipe."""
+"""Ways to see how a run goes: the bar on a terminal, the means of its log, and reconstructions to look at."""
 
 import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from mdps.runtime.schedule import NoiseSchedule, plan_steps
+from mdps.runtime.settings import PassSettings
 from mdps.training.config import TrainingConfig
+from mdps.training.draw import draw_noise, to_unit
+from mdps.training.engine import Engine
+from mdps.training.sources import Source
 
 BY_TIME = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 EVERY = 1.0  # seconds between readings of the loss, for which a GPU must be waited for
+QUARTERS = 4  # of the timesteps: the first is where sampling works
+LEVEL, STEPS = 200, 10  # the paper's T and N
+_SEED = 0
 
 
 def progress_of(config: TrainingConfig, step: int, seconds: float) -> float:
@@ -31,7 +42,10 @@ def _screen() -> tuple[int | None, int | None]:
 
 
 class Progress:
-    """Counts steps, or the minutes of a run that ends by the clock; begins at `step`, `share` of the run."""
+    """The bar: counts steps, or the minutes of a run that ends by the clock; begins at `step`, `share` of the run.
+
+    It is silent in a pipe.
+    """
 
     def __init__(self, config: TrainingConfig, step: int, share: float, shown: bool) -> None:
         by_time = config.minutes is not None
@@ -52,7 +66,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def update(self, step: int, share: float, read: Callable[[], tuple[float, float]]) -> None:
@@ -69,3 +83,83 @@ class Progress:
         """Show these numbers beside the bar."""
         self._next = time.monotonic() + EVERY
         self._bar.set_postfix_str(f"step {step}, loss {loss:.4f}, {images_per_second:.1f} images/s")
+
+
+class Meter:
+    """Sums losses on the device, so that a step waits for none of them."""
+
+    def __init__(self, engine: Engine, timesteps: int) -> None:
+        self._engine, self._timesteps = engine, timesteps
+        self._restart()
+
+    def _restart(self) -> None:
+        self._sums = torch.zeros(2 + 2 * QUARTERS, device=self._engine.device)  # loss, count; losses, counts
+        self._steps, self._since = 0, time.monotonic()
+
+    def add(self, loss: Tensor, losses: Tensor, timesteps: Tensor) -> None:
+        """Add the step's objective [] and each image's unweighted loss [B] with its timestep [B]."""
+        quarter = timesteps * QUARTERS // self._timesteps
+        self._sums[0] += loss.detach()
+        self._sums[1] += 1
+        self._sums.index_add_(0, 2 + quarter, losses.detach())
+        self._sums.index_add_(0, 2 + QUARTERS + quarter, torch.ones_like(losses))
+        self._steps += 1
+
+    def so_far(self) -> tuple[float, float]:
+        """Return mean loss and images a second since the last reading, a step or more ago; of this process alone."""
+        return float(self._sums[0] / self._sums[1]), self._images_per_second()
+
+    def _images_per_second(self) -> float:
+        images = self._steps * self._engine.share * self._engine.processes
+        return images / max(time.monotonic() - self._since, 1e-9)
+
+    def read(self) -> dict[str, Any]:
+        """Return means since the last reading, of all processes: loss, loss_by_quarter (None: none), images_per_s."""
+        sums = self._engine.sum(self._sums).tolist()
+        parts, counts = sums[2 : 2 + QUARTERS], sums[2 + QUARTERS :]
+        rate = self._images_per_second()
+        self._restart()
+        return {
+            "loss": sums[0] / sums[1],
+            "loss_by_quarter": [part / n if n else None for part, n in zip(parts, counts, strict=True)],
+            "images_per_s": round(rate, 2),
+        }
+
+
+class Reconstructions:
+    """Training images, noised to where sampling starts and denoised again, to look at.
+
+    They are a fixed choice of `config.samples`, one or more, and fixed noise: one picture compares with the next.
+    """
+
+    def __init__(self, config: TrainingConfig, source: Source, schedule: NoiseSchedule, device: torch.device) -> None:
+        count = config.samples
+        rng = np.random.default_rng(_SEED)
+        which = np.linspace(0, (source.count or 1) - 1, count).round().astype(int)
+        images = np.stack([source.image(int(index), rng) for index in which])
+        self.clean = to_unit(torch.from_numpy(images)).to(device)
+        self.noise = torch.stack([draw_noise(config.noise, n, images.shape[1:3], device) for n in range(count)])
+        self._schedule = schedule
+
+    def picture(self, network: nn.Module) -> NDArray[np.uint8]:
+        """Return uint8 [3 H, count W, 3]: the images, below them what was made of them, then the difference x 4."""
+        made = reconstruct(network, self.clean, self.noise, self._schedule)
+        rows = (self.clean, made, 4 * (made - self.clean).abs() - 1)
+        return np.concatenate([_row(images) for images in rows])
+
+
+@torch.inference_mode()
+def reconstruct(network: nn.Module, clean: Tensor, noise: Tensor, schedule: NoiseSchedule) -> Tensor:
+    """Noise [B, 3, H, W] to t = 200 and denoise it in ten DDIM steps (Song et al. 2021, eq. 12, eta 0)."""
+    first, steps = plan_steps(schedule, "paper", PassSettings(LEVEL, 0.0, steps=STEPS), 0.0)
+    x: Tensor = first**0.5 * clean + (1 - first) ** 0.5 * noise
+    for step in steps:
+        eps = network(x, torch.tensor(step.timestep, device=x.device)).float()
+        x0 = (x - (1 - step.alpha_t) ** 0.5 * eps) / step.alpha_t**0.5
+        x = step.alpha_s**0.5 * x0 + (1 - step.alpha_s) ** 0.5 * eps
+    return x
+
+
+def _row(images: Tensor) -> NDArray[np.uint8]:
+    levels: Any = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
+    return np.concatenate([image.transpose(1, 2, 0) for image in levels], axis=1)

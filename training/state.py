@@ -12,7 +12,7 @@ from mdps.models.unet import AttentionBlock, ResBlock, UNet
 from mdps.runtime import atomic
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.training.config import TrainingConfig
-from mdps.training.loss import memory_format
+from mdps.training.draw import memory_format
 
 # A run may be continued with others. The length is among them: what is left of a run follows the new one's schedule.
 LENGTH = ("steps", "epochs", "minutes")

@@ -12,8 +12,8 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import TrainingConfig, fit, framing, paper_network, paper_recipe, small_network, small_recipe
 from mdps.training.config import rate_factor
+from mdps.training.draw import loss_weights, noise_losses, to_unit
 from mdps.training.folder import CHECKPOINT, DENOISER
-from mdps.training.loss import loss_weights, noise_losses, to_unit
 from mdps.training.state import TrainingState
 
 CPU = torch.device("cpu")

@@ -12,12 +12,10 @@ from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import ArraySource, CropSource, FileSource, FolderSource, fit, small_recipe
-from mdps.training.draw import draw_batch, draw_timestep, image_index
-from mdps.training.loss import to_unit
-from mdps.training.samples import Reconstructions
+from mdps.training.draw import draw_batch, draw_timestep, image_index, to_unit, vary
+from mdps.training.progress import Reconstructions
 from mdps.training.sources import images_below
 from mdps.training.state import TrainingState
-from mdps.training.vary import vary
 
 CPU = torch.device("cpu")
 

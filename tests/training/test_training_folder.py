@@ -19,8 +19,7 @@ from PIL import Image
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import ArraySource, TrainingConfig, fit
 from mdps.training.folder import CONFIG, CURVE, LOG, draw_curve, open_board
-from mdps.training.progress import Progress, progress_of
-from mdps.training.samples import Reconstructions, reconstruct
+from mdps.training.progress import Progress, Reconstructions, progress_of, reconstruct
 
 
 @pytest.fixture(scope="module")
