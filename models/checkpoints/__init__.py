@@ -3,9 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdps.models.checkpoints.errors import CheckpointError
-from mdps.models.checkpoints.report import CheckpointReport
-from mdps.models.checkpoints.run_warnings import run_warnings
+from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, run_warnings
 from mdps.models.checkpoints.statements import NETWORK_OPTIONS, LoadOptions, Prediction
 
 if TYPE_CHECKING:

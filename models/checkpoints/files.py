@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints.report import CheckpointError, shown
 from mdps.runtime.errors import first_line
 from mdps.runtime.image_files import open_file
 

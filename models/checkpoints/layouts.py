@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.checkpoints.report import CheckpointError
 
 Tensors = dict[str, Tensor]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints.report import CheckpointError, shown
 from mdps.models.checkpoints.statements import Prediction, Statement, parse_description, parse_prediction
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import atomic

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mdps.models.checkpoints import diffusers, diffusers_keys, own
-from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints import diffusers, own
 from mdps.models.checkpoints.files import check_plain, read_file
 from mdps.models.checkpoints.layouts import AUTHORS, Found, Tensors, find_network
+from mdps.models.checkpoints.report import CheckpointError, shown
 from mdps.models.checkpoints.statements import Statement, network_fields, read_sidecar
 from mdps.runtime.errors import UsageError
 from mdps.runtime.schedule import NoiseSchedule
@@ -74,7 +74,7 @@ def _diffusers(folder: Path, weights: Path) -> Source:
     check_plain(found.tensors, weights)
     if found.layout.name != "diffusers":
         raise CheckpointError(f"has a config.json of diffusers beside weights of the layout {found.layout.name}")
-    tensors = diffusers_keys.convert(found.tensors, config["layers_per_block"], config["flip_sin_to_cos"])
+    tensors = diffusers.convert(found.tensors, config["layers_per_block"], config["flip_sin_to_cos"])
     return Source(
         "diffusers", weights, tensors, [diffusers.describe(config, folder)], _DIFFUSERS_PUBLISHED, found.ignored
     )

