@@ -12,17 +12,14 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from mdps.export.autograd_count import autograd_operations
-from mdps.export.emulate import emulated_bundle
 from mdps.export.engine import Builder
-from mdps.export.graph import WeightStore, count_nodes, trace, write
-from mdps.export.liveness import live_bytes
+from mdps.export.graph import WeightStore, autograd_operations, count_nodes, live_bytes, trace, write
 from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
 from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import ParityError, check_parity, engines_disagree
 from mdps.export.plans import add_plans
-from mdps.export.precision import LayerErrors, Precision, in_precision, layer_errors, prepare
+from mdps.export.precision import LayerErrors, Precision, emulated_bundle, in_precision, layer_errors, prepare
 from mdps.export.score import Features, Score
 from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules

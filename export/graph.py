@@ -1,10 +1,14 @@
-"""A torch module becomes an ONNX file: traced with a dynamic batch, slimmed, named, its weights in a shared file."""
+"""A torch module becomes an ONNX file: traced with a dynamic batch, slimmed, named, its weights in a shared file.
+
+Also what a graph takes: nodes, memory, and what torch itself would perform in its place.
+"""
 
 import contextlib
 import hashlib
 import inspect
 import io
 import logging
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +18,22 @@ from typing import IO
 import onnx
 import onnxslim
 import torch
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from torch import Tensor, nn
+from torch._decomp import core_aten_decompositions
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mdps.models.oracle import Oracle, posterior_sampling
+from mdps.models.unet import UNet
 
 INLINE_BYTES = 1024  # smaller constants (shapes, scalars) stay inside the graph
 ALIGNMENT = 4096  # lets an engine map weights instead of copying them
+INLINE = 64  # elements: smaller constants are shapes and axes, whose values the inference of shapes needs
+# Written over an input that nobody reads any more.
+IN_PLACE = {"Add", "Sub", "Mul", "Div", "Sigmoid", "Relu", "Clip", "Sqrt", "Neg", "Abs", "Reciprocal", "Softmax"}
+VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_NOTED = ("alias", "detach", "getitem", "lift_fresh_copy")  # in a trace; no engine would compute them
 
 
 class WeightStore:
@@ -129,3 +144,84 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.getLogger("torch.onnx").setLevel(level)
+
+
+def live_bytes(model: ModelProto) -> int:
+    """Return the most bytes that live at once between the nodes of `model`, in their order, for one image and sample.
+
+    It is found from the graph alone; the runtime checks memory by it.
+    """
+    sizes = _sizes(model)
+    uses = Counter(name for node in model.graph.node for name in node.input)
+    uses.update(output.name for output in model.graph.output)
+    held: dict[str, str] = {}  # a view's name -> whose memory it is
+    left: Counter[str] = Counter()
+    live = most = 0
+    for node in model.graph.node:
+        inputs = [held[name] for name in node.input if name in held]
+        ends = [name for name in dict.fromkeys(inputs) if left[name] == inputs.count(name)]
+        for output in filter(None, node.output):
+            reused = inputs[:1] if node.op_type in VIEWS else []
+            if node.op_type in IN_PLACE:
+                reused = [name for name in ends if sizes.get(name) == sizes.get(output)][:1]
+            owner = reused[0] if reused else output
+            held[output] = owner
+            left[owner] += uses[output]
+            live += 0 if reused else sizes.get(output, 0)
+        most = max(most, live)
+        for name in inputs:
+            left[name] -= 1
+        live -= sum(sizes.get(name, 0) for name in {*inputs, *(held[o] for o in node.output if o)} if not left[name])
+    return most
+
+
+def _sizes(model: ModelProto) -> dict[str, int]:
+    shaped = onnx.shape_inference.infer_shapes(_weightless(model), data_prop=True)
+    values = [*shaped.graph.value_info, *shaped.graph.output]
+    return {value.name: _bytes(value) for value in values if value.type.tensor_type.elem_type}
+
+
+def _weightless(model: ModelProto) -> ModelProto:
+    """Return a copy for one image with its weights as inputs: neither copied nor, beyond two gigabytes, refused."""
+    graph = model.graph
+    small = [w for w in graph.initializer if math.prod(w.dims) <= INLINE]
+    large = [w for w in graph.initializer if math.prod(w.dims) > INLINE]
+    weights = [helper.make_tensor_value_info(w.name, w.data_type, list(w.dims)) for w in large]
+    copy = helper.make_graph(
+        graph.node, graph.name, [*map(_single, graph.input), *weights], [*map(_single, graph.output)], small
+    )
+    return helper.make_model(copy, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def _single(value: ValueInfoProto) -> ValueInfoProto:
+    kind = value.type.tensor_type
+    shape = [1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim]
+    return helper.make_tensor_value_info(value.name, kind.elem_type, shape)
+
+
+def _bytes(value: ValueInfoProto) -> int:
+    kind = value.type.tensor_type
+    itemsize: int = helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
+    return math.prod(int(dim.dim_value) or 1 for dim in kind.shape.dim) * itemsize
+
+
+def autograd_operations(network: UNet, oracle: Oracle, size: tuple[int, int]) -> dict[str, int]:
+    """Count core ATen operations of one guided step with the gradient by autograd, by kind, most frequent first.
+
+    The step is the oracle's, on one image of `size` (H, W), traced without computing anything; a network that predicts
+    v or x0 is counted as if it predicted eps. These are what torch's exporter would turn into nodes, one or more each.
+    """
+    image, mask = torch.empty(1, 3, *size), torch.ones(1, 1, *size)
+
+    def step(y: Tensor, m: Tensor, first: Tensor, noise: Tensor) -> Tensor:
+        states = posterior_sampling(lambda x, t: network(x, t)[:, :3], y, m, first, [noise], oracle)
+        return [next(states), next(states)][-1]
+
+    tracer = make_fx(step, dict(core_aten_decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
+    names = Counter(_name(node) for node in tracer(image, mask, image, image).graph.nodes if node.op == "call_function")
+    return {name: count for name, count in names.most_common() if name not in _NOTED}
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))

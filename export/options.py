@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from mdps.export.methods import METHODS, method
-from mdps.export.presets import preset
+from mdps.export.methods import METHODS, method, preset
 from mdps.models.checkpoints.statements import LoadOptions
 from mdps.runtime.engines import ENGINES, named
 from mdps.runtime.errors import require

@@ -6,21 +6,27 @@ arithmetic of a step in float32 (`linearize`, `step`).
 """
 
 import copy
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import onnx
 import torch
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mdps.export.linearize import linearize, prepare_input_gradients
-from mdps.export.products import PRODUCTS, FloatProducts
 from mdps.models.unet import UNet
 from mdps.runtime.errors import BackendError
+from mdps.runtime.manifest import Manifest
 
 Precision = Literal["fp32", "fp16", "bf16"]
 TYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LayerErrors = dict[str, dict[str, float]]
+PRODUCTS = {"conv1d", "conv2d", "conv_transpose2d", "matmul"}
 
 
 class PrecisionError(BackendError):
@@ -81,6 +87,31 @@ def _watched(network: UNet, x: Tensor, timestep: Tensor, cotangent: Tensor) -> l
     return watch.seen
 
 
+class FloatProducts(TorchFunctionMode):
+    """Convolutions and matrix products of half-precision tensors are summed in float32 and rounded once.
+
+    So the matrix units of a GPU compute them. On processors without half-precision arithmetic this is also hundreds of
+    times faster than torch's own kernels.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in PRODUCTS or args[0].dtype == torch.float32:
+            return func(*args, **kwargs)
+        named = {key: _wide(value) for key, value in kwargs.items()}
+        return func(*map(_wide, args), **named).to(args[0].dtype)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) else value
+
+
 class _Watch(TorchFunctionMode):
     """Keeps the result of every product with a parameter, under the layer it is of and the way it goes through it."""
 
@@ -111,3 +142,51 @@ class _Watch(TorchFunctionMode):
             self._kept.append(result)
             self._places[id(result)] = (place[0], "gradient") if name == "t" else place
         return result
+
+
+def emulate(model: ModelProto) -> ModelProto:
+    """Return a bfloat16 graph in float32, with casts to bfloat16 and back where a value is rounded.
+
+    For engines without such kernels: ONNX Runtime's CPU provider computes float16 graphs in this way by itself and
+    refuses bfloat16 ones. The parity gate runs the emulation; the graph in the bundle stays bfloat16.
+    """
+    half = set()
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.BFLOAT16:
+            half.add(tensor.name)
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        to = next((a.i for a in node.attribute if a.name == "to"), None)
+        nodes.append(node)
+        if to == TensorProto.BFLOAT16 or (to is None and not half.isdisjoint(node.input)):
+            half.update(node.output)
+            nodes += [cast for index in range(len(node.output)) for cast in _rounded(node, index)]
+            for attribute in node.attribute:
+                if attribute.name == "to":
+                    attribute.i = TensorProto.FLOAT
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
+
+
+def _rounded(node: NodeProto, index: int) -> list[NodeProto]:
+    """Rename the output to its unrounded value, and return the nodes that give the rounded one its name."""
+    name = node.output[index]
+    node.output[index] = f"{name}.exact"
+    return [
+        helper.make_node("Cast", [f"{name}.exact"], [f"{name}.bfloat16"], to=TensorProto.BFLOAT16),
+        helper.make_node("Cast", [f"{name}.bfloat16"], [name], to=TensorProto.FLOAT),
+    ]
+
+
+def emulated_bundle(folder: Path, manifest: Manifest, out: Path) -> None:
+    """Fill folder `out` with the bundle's graphs under their names, emulated where they are bfloat16."""
+    for name in manifest.files:
+        if not name.endswith(".onnx"):
+            shutil.copy(folder / name, out / name)
+    for graph in manifest.graphs.values():
+        for file in (graph.file, *graph.variants.values()):
+            shutil.copy(folder / file, out / file)
+            if "step" in file:
+                onnx.save(emulate(onnx.load(folder / file)), out / file)  # its weights inside

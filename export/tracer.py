@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mdps.export.operators import OPERATORS, UnsupportedOperatorError
-from mdps.export.products import FloatProducts
+from mdps.export.precision import FloatProducts
 
 OPSET, IR_VERSION = 20, 9
 BFLOAT16_OPSET, BFLOAT16_IR_VERSION = 22, 10  # the first in which a convolution may be bfloat16

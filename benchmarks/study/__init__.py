@@ -12,7 +12,7 @@ from mdps.benchmarks.evaluate.predictions import Predictor
 from mdps.benchmarks.kit import Say, digest
 from mdps.benchmarks.study.outcomes import Mapped, Outcome, Remembered, TwoPassPredictor
 from mdps.export import ExportOptions, export_bundle
-from mdps.export.presets import PRESETS
+from mdps.export.methods import PRESETS
 from mdps.models.checkpoints import describe_checkpoint
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.manifest import FILE_NAME, Manifest

@@ -17,9 +17,7 @@ from onnx import TensorProto, helper
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import engine as engine_module
-from mdps.export.engine import Builder, Built
-from mdps.export.engine_graph import parseable, without_layer_statistics
-from mdps.export.engine_types import inspected_types
+from mdps.export.engine import Builder, Built, inspected_types, parseable, without_layer_statistics
 from mdps.export.graph import WeightStore, write
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.plans import add_plans, profile_of

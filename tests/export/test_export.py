@@ -16,8 +16,8 @@ import torch
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import parity as parity_module
+from mdps.export.methods import PRESETS, preset
 from mdps.export.parity import ParityError
-from mdps.export.presets import PRESETS, preset
 from mdps.models.checkpoints import LoadOptions, load_denoiser
 from mdps.runtime import load
 from mdps.runtime.errors import UsageError

@@ -102,7 +102,7 @@ def test_operations_run_in_the_order_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_is_a_sentence() -> None:
-    from mdps.export.mnn_order import reordered
+    from mdps.export.mnn import reordered
 
     with pytest.raises(BackendError, match="MNN 3"):
         reordered(b"\x04\x00", {})
@@ -113,7 +113,7 @@ def test_a_file_of_another_kind_is_a_sentence() -> None:
 
 
 def test_the_order_is_whole_and_respects_what_each_needs() -> None:
-    from mdps.export.mnn_order import _order
+    from mdps.export.mnn import _order
 
     needs, makes = [[], [0], [0], [1, 2], [3]], [[0], [1], [2], [3], [4]]
     assert _order(needs, makes, [0, 2, 1, 3, 4]) == [0, 2, 1, 3, 4]

@@ -16,12 +16,10 @@ from onnx import ModelProto, TensorProto
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
-from mdps.export.emulate import emulate
 from mdps.export.linearize import linearize, prepare_input_gradients
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.operators import OPERATORS
-from mdps.export.precision import PrecisionError, in_precision, layer_errors, prepare
-from mdps.export.products import FloatProducts
+from mdps.export.precision import FloatProducts, PrecisionError, emulate, in_precision, layer_errors, prepare
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import Tracer, record
 from mdps.models import oracle as o

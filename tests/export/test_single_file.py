@@ -21,8 +21,8 @@ from mdps.commands.options import ONE_FILE
 from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import single_file as module
+from mdps.export.detector_graph import resize
 from mdps.export.merge import Merger
-from mdps.export.pillow_resize import resize
 from mdps.export.single_file import FILE_NAME, export_single_file
 from mdps.models.checkpoints import LoadOptions
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, load
