@@ -110,7 +110,7 @@ class Meter:
         return float(self._sums[0] / self._sums[1]), self._images_per_second()
 
     def _images_per_second(self) -> float:
-        images = self._steps * self._engine.share * self._engine.processes
+        images: int = self._steps * self._engine.share * self._engine.processes
         return images / max(time.monotonic() - self._since, 1e-9)
 
     def read(self) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 _OF_TYPE: dict[Any, Callable[[Any], Any]] = {int: _whole, int | None: _whole, float: _number, bool: _switch}
-_PARSERS = {
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     **{one.name: _OF_TYPE.get(one.type, _numbers) for one in fields(UNetConfig)},
     "image_size": _square,
 }
