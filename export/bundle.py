@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol, cast
@@ -32,7 +32,7 @@ from mdps.runtime.bundle import Bundle
 from mdps.runtime.choice import installed
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import open_session
-from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.errors import BackendError, require
 from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, step_role
 from mdps.runtime.loading import open_graphs, open_pipeline
 from mdps.runtime.machine import versions
@@ -128,9 +128,8 @@ def _trained_noise(denoiser: Denoiser) -> Literal["gaussian", "simplex"] | None:
 
 
 def _unknown_noise(chosen: str, trained: str | None) -> str:
-    known = (
-        f"was trained on {trained} noise" if trained else "does not say that it was trained on any but gaussian noise"
-    )
+    on = f"was trained on {trained} noise"
+    known = on if trained else "does not say that it was trained on any but gaussian noise"
     return f"the checkpoint {known}, so it cannot tell {chosen} noise from defects: leave out --noise, or train with it"
 
 
@@ -138,20 +137,18 @@ def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing)
     """Raise before a trace starts what would fail deep inside it."""
     unit = 2 ** (len(denoiser.config.channel_mult) - 1)
     size = preprocessing.network_size
-    if any(side % unit for side in size):
-        raise UsageError(
-            f"the network halves its input again and again: {size[0]} x {size[1]} must be multiples of {unit}"
-        )
+    require(
+        not any(side % unit for side in size),
+        f"the network halves its input again and again: {size[0]} x {size[1]} must be multiples of {unit}",
+    )
     for one in settings.sampler.passes:
         plan_steps(denoiser.schedule, settings.sampler.time_index, one, settings.sampler.eta_ddim)
-    if settings.score.smoothing_sigma and min(size) <= settings.score.smoothing_kernel // 2:
-        raise UsageError(
-            f"maps of {size[0]} x {size[1]} are too small for a Gaussian of {settings.score.smoothing_kernel} pixels"
-        )
+    score = settings.score
     require(
-        settings.score.top <= size[0] * size[1],
-        f"the image score counts {settings.score.top} pixels, the map has fewer",
+        not score.smoothing_sigma or min(size) > score.smoothing_kernel // 2,
+        f"maps of {size[0]} x {size[1]} are too small for a Gaussian of {score.smoothing_kernel} pixels",
     )
+    require(score.top <= size[0] * size[1], f"the image score counts {score.top} pixels, the map has fewer")
 
 
 def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
@@ -181,7 +178,7 @@ class _Proof:
     compared: list[Compared]
 
     def added(self, manifest: Manifest, folder: Path) -> Manifest:
-        """The manifest with all of it; the reference is written to the folder."""
+        """Return the manifest with all of it; the reference is written to the folder."""
         self.reference.write(folder)
         files = manifest.files | {REFERENCE: FileEntry.of(folder / REFERENCE)}
         records = {"checks": self.checks, COMPARED: [one.to_json() for one in self.compared]}
@@ -213,7 +210,7 @@ def _proof(
 def _variants(
     bundle: Bundle, ours: Mapping[str, Session], graphs: Mapping[str, Mapping[str, Session]], opened: ExitStack
 ) -> list[tuple[str, Session, Session]]:
-    """The step graphs beside those of other engines; what is written for one that is not there, on ONNX Runtime."""
+    """Pair step graphs with other engines'; what is written for one that is not there runs on ONNX Runtime."""
     pairs = []
     for role, graph in bundle.manifest.graphs.items():
         for form, file in graph.variants.items():
@@ -228,7 +225,7 @@ def _variants(
 
 
 def _first_steps(manifest: Manifest) -> dict[str, dict[str, float]]:
-    """The scalars of each step graph in the first step of the first pass that it makes, or else of the first pass."""
+    """Return the scalars of each step graph in the first step of the first pass it makes, or else of the first pass."""
     sampler, scalars = manifest.settings.sampler, {}
     for role in (role for role in STEPS if role in manifest.graphs):
         its_own = (one for one in sampler.passes if step_role(one.guidance_scale) == role)
@@ -240,7 +237,7 @@ def _first_steps(manifest: Manifest) -> dict[str, dict[str, float]]:
 
 
 def _node_table(autograd: dict[str, int], nodes: dict[str, dict[str, int]]) -> str:
-    """How many of each kind, the most frequent first."""
+    """Say how many there are of each kind, the most frequent first."""
     rows = {"guided step by autograd in torch": autograd} | nodes
     return "\n".join(
         f"{name}: {sum(kinds.values())} nodes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -264,33 +261,26 @@ def _writer_of(engine: Engine) -> OwnFiles:
     return cast(OwnFiles, importlib.import_module(engine.writer))
 
 
+@dataclass
 class _Writer:
     """Fills a folder; remembers which graph is in which file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        denoiser: Denoiser,
-        settings: Settings,
-        preprocessing: Preprocessing,
-        say: Say,
-        precision: Precision = "fp32",
-    ) -> None:
-        self.folder, self.denoiser, self.settings = folder, denoiser, settings
-        self.preprocessing, self.say, self.precision = preprocessing, say, precision
-        self.layers: LayerErrors = {}
-        self.graphs: dict[str, GraphEntry] = {}
-        self.nodes: dict[str, dict[str, int]] = {}
-        self.live: dict[str, int] = {}
-        self.autograd: dict[str, int] = {}
+    folder: Path
+    denoiser: Denoiser
+    settings: Settings
+    preprocessing: Preprocessing
+    say: Say
+    precision: Precision
+    layers: LayerErrors = field(default_factory=dict)
+    graphs: dict[str, GraphEntry] = field(default_factory=dict)
+    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=dict)
+    autograd: dict[str, int] = field(default_factory=dict)
 
     def steps(self, backend: str, forms: Mapping[str, Engine]) -> None:
-        """The step graphs the passes need, each in these of FORMS.
-
-        A plain one always, where it shares its weights with the guided one.
-        """
-        scales = [one.guidance_scale for one in self.settings.sampler.passes]
+        """Write the step graphs the passes need in these of FORMS; a plain one always, where it shares its weights."""
         sampler = self.settings.sampler
+        scales = [one.guidance_scale for one in sampler.passes]
         rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient, self.denoiser.prediction)
         network = in_precision(self.denoiser.network, self.precision)
         if self.precision != "fp32":
@@ -312,16 +302,15 @@ class _Writer:
                 self._record(role, engine, step(denoiser, rules), weights)
 
     def scoring(self, backbone: Backbone | None) -> None:
-        """Features of the observation, and the score graph around the same features of the samples."""
+        """Write the features of the observation, and the score graph around the same features of the samples."""
         weights = WeightStore(self.folder / "features.weights")
         score, image = self.settings.score, self._image(2)
         features, observed = None, {}
         if backbone is not None:
             features = Features(backbone, backbone.mean, backbone.std, score.feature_size, score.pool).eval()
             observed = {f"observation_features_{i + 1}": f for i, f in enumerate(features(image))}
-            self._write(
-                "features", self._graph(features, {"image": image}, list(observed), {"image": ("batch",)}), weights
-            )
+            graph = self._graph(features, {"image": image}, list(observed), {"image": ("batch",)})
+            self._write("features", graph, weights)
         samples = torch.stack([image, -image, 0.5 * image], dim=1)  # two images, three samples: no size is another's
         scalars = {"mask_lambda": 0.1, "mask_low": 0.0, "mask_high": 1.0, "mask_frozen": 0.0}
         inputs = {"posterior_samples": samples, "observation": image}
@@ -350,12 +339,8 @@ class _Writer:
             name=name,
             settings=self.settings,
             precision=self.precision,
-            network={
-                "format": report.format,
-                "parameters": report.parameters,
-                "live_bytes": self.live,
-                **self.denoiser.config.to_json(),
-            }
+            network={"format": report.format, "parameters": report.parameters, "live_bytes": self.live}
+            | self.denoiser.config.to_json()
             | ({"assumed": report.assumed} if report.assumed else {})
             | hashes
             | ({"trained_noise": noise} if (noise := _trained_noise(self.denoiser)) else {}),
@@ -375,9 +360,8 @@ class _Writer:
         )
 
     def _image(self, batch: int) -> Tensor:
-        return (
-            torch.rand(batch, 3, *self.preprocessing.network_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
-        )
+        stream = torch.Generator().manual_seed(0)
+        return torch.rand(batch, 3, *self.preprocessing.network_size, generator=stream) * 2 - 1
 
     def _record(self, role: str, engine: Engine, module: nn.Module, weights: WeightStore) -> None:
         image = self._image(1)

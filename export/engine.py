@@ -26,6 +26,8 @@ from mdps.runtime.user_cache import cache_folder
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
+OPTIONS = {"tf32": False, "strongly_typed": True}
+"""What a plan depends on beside the graph, the library and the capabilities."""
 _SHOW_ONE = "show it that card alone with CUDA_VISIBLE_DEVICES=UUID, of `nvidia-smi -L`"
 
 Types = dict[str, int]
@@ -48,10 +50,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Builder:
-    """A library, ready to build for these compute capabilities; `Builder.of` makes one.
-
-    `options` are what a plan depends on beside the graph, the library and the capabilities.
-    """
+    """A library, ready to build for these compute capabilities; `Builder.of` makes one."""
 
     engine: Engine
     library: Any
@@ -59,7 +58,7 @@ class Builder:
 
     @classmethod
     def of(cls, engine: Engine, capabilities: tuple[str, ...] | None = None, precision: str = "fp32") -> "Builder":
-        """Of an engine of plans; without capabilities those of the card, or DEFAULT_CAPABILITIES.
+        """Return that of an engine of plans; without capabilities those of the card, or DEFAULT_CAPABILITIES.
 
         Raises BackendError where the library or a card it needs is missing, UsageError for a capability that it does
         not build for or that cannot compute in `precision`, and where TensorRT is to choose among cards of several.
@@ -76,13 +75,8 @@ class Builder:
         """The library's release; a plan runs on no other."""
         return str(self.library.__version__)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Names and values that belong to a plan's key."""
-        return {"tf32": False, "strongly_typed": True}
-
     def build(self, path: Path, profile: Profile, precision: str) -> Built:
-        """The plan of the ONNX graph in `path`, for the shapes of `profile` (input: smallest, best, largest).
+        """Build the plan of the ONNX graph in `path`, for the shapes of `profile` (input: smallest, best, largest).
 
         `precision` is what the graph's convolutions must compute in. Raises BackendError where the graph does not
         parse, does not build, or has layers of another type.
@@ -180,17 +174,16 @@ def _of_card(capabilities: tuple[str, ...] | None) -> tuple[str, ...]:
             f"TensorRT builds for the card it runs on, the first that CUDA shows, of compute capability {here[0]}, not "
             f"for {other[0]}{', which another card here has' if elsewhere else ''}: {remedy}"
         )
-    if not capabilities and len(set(here)) > 1:
-        kinds = ", ".join(dict.fromkeys(here))
-        raise UsageError(
-            f"TensorRT builds for one card, and here are cards of compute capability {kinds}: {_SHOW_ONE}, or name the "
-            f"first one's with --compute-capability {here[0]}"
-        )
+    require(
+        bool(capabilities) or len(set(here)) == 1,
+        f"TensorRT builds for one card, and here are cards of compute capability {', '.join(dict.fromkeys(here))}: "
+        f"{_SHOW_ONE}, or name the first one's with --compute-capability {here[0]}",
+    )
     return (here[0],)
 
 
 def _here() -> tuple[str, ...]:
-    """Compute capabilities of the cards that CUDA shows this process, in its order: the first one's is built on."""
+    """Return compute capabilities of the cards that CUDA shows this process, in its order; the first is built on."""
     try:
         return cuda_capabilities()
     except BackendError:  # no driver or no card
@@ -260,12 +253,11 @@ def _mismatch(path: Path, layer: str, wanted: str, found: str) -> str:
 
 
 def parseable(path: Path) -> ModelProto:
-    """Return the graph in `path`, large weights left in their file, without operators the parser refuses."""
-    return without_layer_statistics(onnx.load(path, load_external_data=False))
+    """Return the graph in `path`, large weights left in their file, without what the parser refuses.
 
-
-def without_layer_statistics(model: ModelProto) -> ModelProto:
-    """Replace layer norms over the last axis whose mean or deviation is read: the parser takes one output only."""
+    That is layer norms over the last axis whose mean or deviation is read: it takes one output only.
+    """
+    model = onnx.load(path, load_external_data=False)
     read = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
     nodes: list[NodeProto] = []
     for node in model.graph.node:

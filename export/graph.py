@@ -94,14 +94,8 @@ def _tidy(model: ModelProto, axes: Mapping[str, Sequence[str]]) -> ModelProto:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in symbols:
                 dim.dim_param = symbols[dim.dim_param]
-    for item in [
-        model,
-        model.graph,
-        *model.graph.node,
-        *model.graph.input,
-        *model.graph.output,
-        *model.graph.initializer,
-    ]:
+    graph = model.graph
+    for item in [model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer]:
         item.ClearField("doc_string")
         item.ClearField("metadata_props")
     model.producer_name, model.producer_version = "mdps", ""

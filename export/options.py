@@ -39,21 +39,15 @@ def compute_capabilities(text: str) -> tuple[str, ...]:
 class ExportOptions:
     """Choices of an export; None leaves a value to the mode or the preset. UsageError for what contradicts itself.
 
-    `method` names the detector ("mdps", "ddim", "anoddpm", "autoddpm", "ddad"; see `methods`). A `preset`
-    ("mvtec/bottle", ..) is MDPS in the mode `reference`, without one it is `paper`. `noise`: None is what the
-    checkpoint was trained on. `noise_level` is that of the passes which start from the observation; a stitched one
-    keeps its own, and takes steps as long as the first pass's. `crop` "input" cuts
-    `crop_size` out of the resized image before the network, "metrics" only for evaluation.
-
     The fields that `PassSettings`, `SamplerSettings`, `ScoreSettings` and `MaskSettings` have too mean what they mean
-    there, in the same ranges. `backbone_weights` is a file, None what is installed or cached; `roi` is (left, top,
-    width, height) in pixels of the photograph; `load` is what the checkpoint does not say.
+    there, in the same ranges. A `preset` is MDPS in the mode `reference`, without one it is `paper`. `noise_level` is
+    that of the passes which start from the observation; a stitched one keeps its own, and takes steps as long as the
+    first pass's. `crop` "input" cuts `crop_size` out of the resized image before the network, "metrics" only for
+    evaluation. `roi` is in pixels of the photograph; `load` is what the checkpoint does not say.
 
-    `precision` is that of the denoiser's graphs. `engine` names one that reads files of its own, which the bundle then
-    holds too: "mnn" the step graphs for a CPU, the others plans for cards of each `compute_capability` and steps of at
-    most `max_batch` samples. `engines` are those of the processor that have to agree with ONNX Runtime, None all that
-    are here; one that was left out is compared when it first loads the bundle. With `count_nodes` the manifest also
-    says what torch's autograd performs for a guided step, beside the nodes of the graphs.
+    The bundle also holds the files of `engine`, where it reads its own: "mnn" the step graphs for a CPU, the others
+    plans for cards of each `compute_capability`. An engine that was left out of `engines` is compared when it first
+    loads the bundle. With `count_nodes` the manifest also says what torch's autograd performs for a guided step.
     """
 
     method: Annotated[

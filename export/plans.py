@@ -5,11 +5,10 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 
-from mdps.export.engine import Builder, Profile
+from mdps.export.engine import OPTIONS, Builder, Profile
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.errors import require
 from mdps.runtime.graphs import SCORE, STEPS
@@ -21,7 +20,7 @@ Range = tuple[int, int, int]
 def add_plans(
     folder: Path, manifest: Manifest, builder: Builder, max_batch: int = 8, say: Callable[[str], None] = lambda _: None
 ) -> Manifest:
-    """Builds a plan of every ONNX graph of the bundle in `folder`; the manifest that lists them, not yet written.
+    """Build a plan of every ONNX graph of the bundle in `folder`; return the manifest that lists them, not yet written.
 
     `max_batch` is how many posterior samples a step takes at most, as in the runtime. Plans of the same key stay as
     they are, others of the same engine make way. Raises BackendError where one does not build.
@@ -40,7 +39,7 @@ def add_plans(
 def _wanted(
     folder: Path, manifest: Manifest, builder: Builder, role: str, graph: GraphEntry, max_batch: int
 ) -> PlanEntry:
-    """The entry of a plan that is to be built: all but the types of its layers."""
+    """Return the entry of a plan that is to be built: all but the types of its layers."""
     samples = manifest.settings.sampler.samples
     images = max(1, max_batch // samples)
     step = role in STEPS
@@ -58,18 +57,18 @@ def _wanted(
         types={},
         inspected="network",
     )
-    key = _key(entry, builder.options, _graph_hash(folder, manifest, entry.graph))
+    key = _key(entry, _graph_hash(folder, manifest, entry.graph))
     return replace(entry, key=key, file=f"{role}.{builder.engine.name}.{key[:16]}.plan")
 
 
-def _key(entry: PlanEntry, options: dict[str, Any], graph: str) -> str:
-    """A hash of all a plan depends on."""
-    facts = entry.to_json() | {"graph": graph, "options": options}
+def _key(entry: PlanEntry, graph: str) -> str:
+    """Return a hash of all a plan depends on."""
+    facts = entry.to_json() | {"graph": graph, "options": OPTIONS}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _graph_hash(folder: Path, manifest: Manifest, file: str) -> str:
-    """Of the graph and the weights it refers to."""
+    """Hash the graph and the weights it refers to."""
     model = onnx.load(folder / file, load_external_data=False)
     places = {entry.value for t in model.graph.initializer for entry in t.external_data if entry.key == "location"}
     return "".join(manifest.files[name].sha256 for name in (file, *sorted(places)))
@@ -84,7 +83,7 @@ def _built(folder: Path, builder: Builder, entry: PlanEntry, say: Callable[[str]
 
 
 def profile_of(path: Path, batch: Range, samples: Range | None) -> Profile:
-    """Smallest, best and largest shape of every input of a graph that has a dynamic axis."""
+    """Return the smallest, best and largest shape of every input of a graph that has a dynamic axis."""
     ranges = {"batch": batch, "samples": samples or (1, 1, 1)}
     profile = {}
     for value in onnx.load(path, load_external_data=False).graph.input:

@@ -14,7 +14,7 @@ from mdps.export.detector_graph import compose
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.detector import Detector
 from mdps.runtime.engines.interface import open_session
-from mdps.runtime.errors import BackendError, UsageError, require
+from mdps.runtime.errors import BackendError, require
 from mdps.runtime.loading import load
 from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.session import Session
@@ -62,35 +62,35 @@ def export_single_file(
 def _refuse(bundle: Path, manifest: Manifest) -> None:
     sampler = manifest.settings.sampler
     again = any(one.start == "stitched" or one.resamples > 1 for one in sampler.passes)
-    if again or sampler.mask_rule == "inpaint":
-        raise UsageError(
-            f"{bundle} stitches, inpaints or resamples (AutoDDPM), which the single file does not hold: "
-            "deploy the bundle's folder, or export another --method"
-        )
-    if sampler.early_exit:
-        raise UsageError(
-            f"{bundle} lets images skip the masked pass (early_exit), which the single file does not hold: set it to 0 "
-            "in the manifest, or deploy the bundle's folder"
-        )
-    if any(graph.session == "traced" for graph in manifest.graphs.values()):
-        raise UsageError(
-            f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "
-            "export the checkpoint again with --guidance-backend onnx"
-        )
-    if manifest.precision not in TOLERANCES:
-        raise UsageError(
-            f"{bundle} computes in {manifest.precision}, which the single file's engine does not on a CPU: "
-            f"export the checkpoint again with --precision {' or '.join(reversed(TOLERANCES))}"
-        )
+    require(
+        not again and sampler.mask_rule != "inpaint",
+        f"{bundle} stitches, inpaints or resamples (AutoDDPM), which the single file does not hold: "
+        "deploy the bundle's folder, or export another --method",
+    )
+    require(
+        not sampler.early_exit,
+        f"{bundle} lets images skip the masked pass (early_exit), which the single file does not hold: set it to 0 "
+        "in the manifest, or deploy the bundle's folder",
+    )
+    require(
+        all(graph.session != "traced" for graph in manifest.graphs.values()),
+        f"{bundle} computes its guidance in a torch program, which no ONNX file can hold: "
+        "export the checkpoint again with --guidance-backend onnx",
+    )
+    require(
+        manifest.precision in TOLERANCES,
+        f"{bundle} computes in {manifest.precision}, which the single file's engine does not on a CPU: "
+        f"export the checkpoint again with --precision {' or '.join(reversed(TOLERANCES))}",
+    )
 
 
 def _serialized(model: ModelProto) -> bytes:
     size = model.ByteSize()
-    if size > MAX_BYTES:
-        raise UsageError(
-            f"{FILE_NAME} would have {size / 1e9:.1f} GB, and an ONNX file holds at most 2 GB: "
-            "calibrate with fewer --samples, whose noises are in the file, or deploy the bundle's folder instead"
-        )
+    require(
+        size <= MAX_BYTES,
+        f"{FILE_NAME} would have {size / 1e9:.1f} GB, and an ONNX file holds at most 2 GB: "
+        "calibrate with fewer --samples, whose noises are in the file, or deploy the bundle's folder instead",
+    )
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString(deterministic=True))
 

@@ -6,7 +6,7 @@ and Algorithm 1: "Unsupervised Anomaly Detection via Masked Diffusion Posterior 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -50,9 +50,6 @@ class Oracle:
     softmax_score: bool = False
     pixel_term: bool = True
     feature_term: bool = True
-
-    def with_pass(self, noise_level: int, guidance_scale: float) -> "Oracle":
-        return replace(self, noise_level=noise_level, guidance_scale=guidance_scale)
 
 
 def reference(alphas_cumprod: Tensor, **changes: Any) -> Oracle:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from mdps.models.checkpoints import run_warnings, save_denoiser
-from mdps.runtime.errors import MdpsError, UsageError
+from mdps.runtime.errors import MdpsError, require
 from mdps.runtime.memory import check_training
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
@@ -24,7 +24,7 @@ from mdps.training.draw import draw_batch, loss_weights, noise_losses, seed_drop
 from mdps.training.engine import Engine, choose_device, first_process, process_count
 from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, outcome, unwritable
 from mdps.training.progress import Meter, Progress, Reconstructions, progress_of
-from mdps.training.sources import ArraySource, FileSource, Source, check_files, images_below
+from mdps.training.sources import ArraySource, FileSource, FolderSource, Source, check_files
 from mdps.training.state import TrainingState
 
 EARLY = (1, 10)  # steps that are logged besides, so that a slow machine's log is not empty for minutes
@@ -77,7 +77,7 @@ def fit(
 def as_source(images: Given, preprocessing: Preprocessing) -> Source:
     """Return the source that `images` stand for; what is odd about image files becomes warnings."""
     if isinstance(images, Path):
-        source = FileSource(images_below(images), preprocessing, str(images))
+        source: FileSource = FolderSource(images, preprocessing)
     elif isinstance(images, Sequence):
         source = FileSource(images, preprocessing)
     else:
@@ -91,15 +91,12 @@ def as_source(images: Given, preprocessing: Preprocessing) -> Source:
 def _check_size(source: Source, config: TrainingConfig) -> None:
     shape = source.image(0, np.random.default_rng(0)).shape
     factor = 2 ** (len(config.network.channel_mult) - 1)
-    if shape[0] % factor or shape[1] % factor:
-        raise UsageError(
-            f"images of {shape[0]} x {shape[1]} pixels do not fit this network; both sides must be "
-            f"multiples of {factor}"
-        )
-    if config.shift >= min(shape[:2]):
-        raise UsageError(f"shift is {config.shift}; it must be smaller than the images of {shape[0]} x {shape[1]}")
-    if config.rotate and shape[0] != shape[1]:
-        raise UsageError(f"images of {shape[0]} x {shape[1]} pixels cannot be turned by a quarter; leave out rotate")
+    sides = f"images of {shape[0]} x {shape[1]}"
+    fits = not (shape[0] % factor or shape[1] % factor)
+    require(fits, f"{sides} pixels do not fit this network; both sides must be multiples of {factor}")
+    require(config.shift < min(shape[:2]), f"shift is {config.shift}; it must be smaller than the {sides}")
+    square = shape[0] == shape[1]
+    require(square or not config.rotate, f"{sides} pixels cannot be turned by a quarter; leave out rotate")
 
 
 class StoppedError(MdpsError):
@@ -267,10 +264,9 @@ class Run:
         if self.engine.main:
             self.folder.close()
         self.engine.wait()  # a process that left early would take the writing one with it
-        minutes = self.config.minutes
-        bound = (
-            f", {self.state.seconds / 60:.1f} of its {minutes:g} minutes" if minutes else f" of {self.config.last_step}"
-        )
+        bound = f" of {self.config.last_step}"
+        if minutes := self.config.minutes:
+            bound = f", {self.state.seconds / 60:.1f} of its {minutes:g} minutes"
         raise StoppedError(
             f"stopped by {signal.Signals(number).name} after step {self.state.step}{bound}; its checkpoint is in "
             f"{self.out}: go on with --resume"

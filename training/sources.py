@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import ImageError, UsageError
+from mdps.runtime.errors import ImageError, require
 from mdps.runtime.image_files import IMAGE_SUFFIXES, deep, image_files, known_headers, sizes, small, verb
 from mdps.runtime.preprocessing import Preprocessing, to_uint8
 
@@ -37,10 +37,8 @@ class ArraySource:
     """Images held in memory, uint8 [n, H, W, 3]; UsageError if they are of another kind or fewer than two."""
 
     def __init__(self, images: Images) -> None:
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise UsageError(f"training images must be uint8 [n, H, W, 3], not {images.dtype} {list(images.shape)}")
-        if len(images) < FEWEST:
-            raise UsageError(f"training needs at least {FEWEST} images of good parts, not {len(images)}")
+        _check_kind(images, "training images", "n, H, W, 3")
+        require(len(images) >= FEWEST, f"training needs at least {FEWEST} images of good parts, not {len(images)}")
         self.images = images
 
     @property
@@ -64,11 +62,11 @@ class FileSource(ArraySource):
     """
 
     def __init__(self, paths: Sequence[Path], preprocessing: Preprocessing, where: str = "the list") -> None:
-        if len(paths) < FEWEST:
-            raise UsageError(
-                f"{where} holds {len(paths)} {'image' if len(paths) == 1 else 'images'} "
-                f"({', '.join(sorted(IMAGE_SUFFIXES))}); training needs at least {FEWEST} of good parts"
-            )
+        require(
+            len(paths) >= FEWEST,
+            f"{where} holds {len(paths)} {'image' if len(paths) == 1 else 'images'} "
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}); training needs at least {FEWEST} of good parts",
+        )
         self.paths = tuple(paths)
         super().__init__(_read_all(paths, preprocessing))
 
@@ -86,10 +84,9 @@ class CropSource:
     count = None
 
     def __init__(self, picture: Images, size: tuple[int, int]) -> None:
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3:
-            raise UsageError(f"the picture to crop must be uint8 [H, W, 3], not {picture.dtype} {list(picture.shape)}")
-        if picture.shape[0] < size[0] or picture.shape[1] < size[1]:
-            raise UsageError(f"a picture of {picture.shape[:2]} pixels is too small for crops of {size}")
+        _check_kind(picture, "the picture to crop", "H, W, 3")
+        fits = picture.shape[0] >= size[0] and picture.shape[1] >= size[1]
+        require(fits, f"a picture of {picture.shape[:2]} pixels is too small for crops of {size}")
         self.picture, self.size = picture, size
 
     @property
@@ -104,8 +101,7 @@ class CropSource:
 
 def images_below(folder: Path) -> list[Path]:
     """Return `image_files` of `folder` in the order of their whole paths; UsageError if it is no folder."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; give the folder that holds the images of good parts")
+    require(folder.is_dir(), f"{folder} is not a folder; give the folder that holds the images of good parts")
     return sorted(image_files(folder))
 
 
@@ -120,6 +116,11 @@ def _read_all(paths: Sequence[Path], preprocessing: Preprocessing) -> Images:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ImageError(f"{len(faults)} of {len(paths)} training images cannot be read: {'; '.join(faults[:5])}{more}")
     return np.stack(images)
+
+
+def _check_kind(images: Images, name: str, axes: str) -> None:
+    right = images.dtype == np.uint8 and images.ndim == axes.count(",") + 1 and images.shape[-1] == 3
+    require(right, f"{name} must be uint8 [{axes}], not {images.dtype} {list(images.shape)}")
 
 
 def _digest(array: Images) -> str:

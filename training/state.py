@@ -91,13 +91,8 @@ def silence_residuals(network: UNet) -> UNet:
 
 def _optimizer(config: TrainingConfig, network: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    kind = kinds[config.optimizer]
-    return kind(
-        network.parameters(),
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )
+    rate, decay = config.learning_rate, config.weight_decay
+    return kinds[config.optimizer](network.parameters(), lr=rate, weight_decay=decay, fused=device.type == "cuda")
 
 
 def _read(path: Path) -> dict[str, Any]:

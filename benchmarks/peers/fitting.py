@@ -24,8 +24,8 @@ from mdps.benchmarks.data.textures import PHOTOS, as_rgb, photograph
 from mdps.benchmarks.options import PeerOptions
 from mdps.benchmarks.peers import PEERS, Recipe, settings_of
 from mdps.models.backbones import LITE0, load_backbone
-from mdps.models.checkpoints.report import naming
 from mdps.models.checkpoints.files import read_file, sha256_of
+from mdps.models.checkpoints.report import naming
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing
 

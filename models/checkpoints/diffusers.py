@@ -62,8 +62,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_attention": (True,),
     "class_embed_type": (None,),
     "num_class_embeds": (None,),
-    "down_block_types": (),
-    "up_block_types": (),
 }
 
 
@@ -145,7 +143,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in sorted(unknown):
         raise CheckpointError(f"has {shown(name)} in its config.json, which no supported UNet2DModel has")
     for name, allowed in _ONLY.items():
-        if allowed and config[name] not in allowed:
+        if config[name] not in allowed:
             raise CheckpointError(f"has {name} = {shown(config[name])} in its config.json, which is not supported")
     for name, is_right in _TYPES.items():
         if not is_right(config[name]):

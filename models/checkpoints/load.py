@@ -63,15 +63,11 @@ def _take(result: Resolved, statement: Statement) -> dict[str, Any]:
     closed = set(result.fields) | (_HEADS if _HEADS & result.fields.keys() else set())
     taken = {name: value for name, value in statement.network.items() if name not in closed}
     result.fields |= taken
-    if result.schedule is None and statement.schedule is not None:
-        result.schedule = statement.schedule
-        taken |= {"schedule": statement.schedule.to_json()}
-    if result.prediction is None and statement.prediction is not None:
-        result.prediction = statement.prediction
-        taken |= {"prediction": statement.prediction}
-    if result.preprocessing is None and statement.preprocessing is not None:
-        result.preprocessing = statement.preprocessing
-        taken |= {"preprocessing": statement.preprocessing}
+    for name in ("schedule", "prediction", "preprocessing"):
+        stated = getattr(statement, name)
+        if getattr(result, name) is None and stated is not None:
+            setattr(result, name, stated)
+            taken[name] = stated.to_json() if name == "schedule" else stated
     return taken
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import engine as engine_module
-from mdps.export.engine import Builder, Built, inspected_types, parseable, without_layer_statistics
+from mdps.export.engine import Builder, Built, inspected_types, parseable
 from mdps.export.graph import WeightStore, write
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.plans import add_plans, profile_of
@@ -398,7 +398,7 @@ def test_layer_norms_written_out_compute_the_same(tmp_path: Path) -> None:
 
 def test_a_layer_norm_nobody_asks_for_statistics_stays_whole(tmp_path: Path) -> None:
     path = graph(smallest(), "plain", "fp16", Grouped(), tmp_path / "step.onnx")
-    model = without_layer_statistics(onnx.load(path, load_external_data=False))
+    model = parseable(path)
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
     assert norms
     assert all(len(node.output) == 1 for node in norms)

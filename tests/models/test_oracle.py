@@ -1,6 +1,7 @@
 """The oracle against numbers computed by the authors' code and by an independent implementation of the paper."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_reference_passes(index: int, golden: Mapping[str, Tensor], network: UNe
 
 
 def test_reference_pass_without_guidance(golden: Mapping[str, Tensor], network: UNet) -> None:
-    unguided = REFERENCE.with_pass(200, 0.0)
+    unguided = replace(REFERENCE, guidance_scale=0.0)
     found = states(network, golden, "unguided", golden["y"][:1], torch.ones(1, 1, 64, 64), unguided)
     assert (found - golden["unguided_states"]).abs().max() < 2e-3
 
@@ -81,7 +82,7 @@ def test_reference_map_and_score(index: int, golden: Mapping[str, Tensor]) -> No
 @pytest.mark.parametrize("kind", ["guided", "unguided", "masked"])
 def test_both_modes_at_32(mode: str, kind: str, arrays: Mapping[str, Tensor], small_network: UNet) -> None:
     oracle = {"reference": REFERENCE, "paper": PAPER}[mode]
-    oracle = oracle.with_pass(200, 0.0 if kind == "unguided" else 100.0)
+    oracle = replace(oracle, guidance_scale=0.0 if kind == "unguided" else 100.0)
     mask = arrays["mask"] if kind == "masked" else torch.ones(1, 1, 32, 32)
     found = states(small_network, arrays, f"{mode}_{kind}", arrays["y"], mask, oracle)
     assert (found - arrays[f"{mode}_{kind}_states"]).abs().max() < 2e-5
