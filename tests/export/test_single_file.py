@@ -130,7 +130,7 @@ def exported(
     def bundle(name: str) -> Path:
         if name not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("mdps.export.bundle._parity", lambda *_: {})
+                patch.setattr("mdps.export.bundle.check_parity", lambda *_: {})
                 made[name] = export_bundle(small_checkpoint, tmp_path_factory.mktemp(name) / "made", EXPORTS[name])
         return made[name]
 
