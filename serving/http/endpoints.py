@@ -292,7 +292,7 @@ class Screen:
             "product": detector.product,
             "engine": detector.engine,
             "engines": sorted(set(model.engines.values())),
-            "since": model.since,
+            "since": model.current.since,
             "queue": model.queue_length,
             "queue_limit": service.options.limits.queue,
         }

@@ -190,7 +190,8 @@ class Guard:
         except HTTPException as error:
             scope[NOTES]["kind"] = "not_found"
             await incoming.discard()
-            response = Refusal(error.status_code, "not_found", _said(error)).response()
+            sentence = _ROUTING.get(error.status_code, str(error.detail))
+            response = Refusal(error.status_code, "not_found", sentence).response()
             response.headers.update(error.headers or {})  # which methods there are
             await response(scope, incoming, answered)
         except ClientDisconnect:
@@ -279,10 +280,6 @@ class _Answered:
             if self._service.draining:  # clients that keep connections open should look for another server
                 headers["connection"] = "close"
         await self._send(message)
-
-
-def _said(error: HTTPException) -> str:
-    return _ROUTING.get(error.status_code, str(error.detail))
 
 
 def _digest(token: bytes) -> bytes:

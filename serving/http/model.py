@@ -74,7 +74,7 @@ class Model:
         pool: Executor,
     ) -> None:
         self.name, self.path, self.problem = name, path, ""
-        self._current, self._load, self._metrics, self._pool = first, load, metrics, pool
+        self.current, self._load, self._metrics, self._pool = first, load, metrics, pool
         self._limit = options.limits.queue
         self._accepted = self._preparing = 0
         self._reloading = asyncio.Lock()
@@ -97,17 +97,7 @@ class Model:
     @property
     def detector(self) -> Detector:
         """The detector new requests are judged by."""
-        return self._current.detector
-
-    @property
-    def since(self) -> float:
-        """When (`time.time`) it was loaded."""
-        return self._current.since
-
-    @property
-    def stamp(self) -> Stamp | None:
-        """State of the bundle it was loaded from."""
-        return self._current.stamp
+        return self.current.detector
 
     @property
     def queue_length(self) -> int:
@@ -115,7 +105,7 @@ class Model:
         return self._accepted
 
     def check_room(self, deadline: float) -> None:
-        """Refusal 503 where a request that must be answered by then (the loop's time) has no place or no chance.
+        """Raise Refusal 503 where a request that must be answered by then (the loop's time) has no place or no chance.
 
         A model that nobody waits for takes every request: only by judging does it learn how long that takes.
         """
@@ -134,7 +124,7 @@ class Model:
 
     @contextmanager
     def admitted(self, deadline: float) -> Iterator[None]:
-        """A place among the accepted requests, or the refusal of `check_room` at once."""
+        """Hold a place among the accepted requests, or raise the refusal of `check_room` at once."""
         self.check_room(deadline)
         self._accepted += 1
         try:
@@ -149,7 +139,7 @@ class Model:
 
         Raises Refusal 400 for the picture, 500 for the engine.
         """
-        loaded = self._current
+        loaded = self.current
         loaded.users += 1
         started = time.perf_counter()
         try:
@@ -207,7 +197,7 @@ class Model:
                 self.problem = f"the bundle changed and cannot be loaded, the one before it goes on: {error}"
                 self._metrics.reloads.labels(self.name, "failed").inc()
                 raise bad_request(self.problem) from error
-            old, self._current = self._current, Loaded(detector, stamp, time.time())
+            old, self.current = self.current, Loaded(detector, stamp, time.time())
             old.retired, self.problem = True, ""
             self._close_if_done(old)
             self._describe()
@@ -250,7 +240,7 @@ async def watch(models: Collection[Model], every: float | None) -> None:
         await asyncio.sleep(every or 1.0)
         for model in models:
             stamp = await asyncio.to_thread(stamp_of, model.path)
-            if stamp == model.stamp or stamp is None:
+            if stamp == model.current.stamp or stamp is None:
                 continue
             if every is None:
                 _say_once(model)

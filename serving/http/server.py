@@ -68,11 +68,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _loader(bundle: Served, options: ServerOptions) -> Callable[[], Detector]:
-    return lambda: load(bundle.path, options.loading, max_batch=_samples_at_once(options))
-
-
-def _samples_at_once(options: ServerOptions) -> int:
-    return max(8, options.batch * (options.loading.samples or 1))
+    samples_at_once = max(8, options.batch * (options.loading.samples or 1))
+    return lambda: load(bundle.path, options.loading, max_batch=samples_at_once)
 
 
 def _open(bundle: Served, options: ServerOptions) -> Loaded:

@@ -54,7 +54,7 @@ class Worker:
     A batch is what waits when the engine becomes free, at most `max_batch`. While others are on their way (`coming`
     says how many), it waits up to `max_wait` seconds for them, and never where nobody comes: one client alone loses
     no time. It holds no more images than are judged before the first of them is too late: on a slow engine whole
-    batches would come too late for all.
+    batches would come too late for all. `seconds` is how long an image took lately, at first the given one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Worker:
         self._held: Item | None = None
         self._stopping = False
         self._max_batch, self._max_wait, self._coming = max_batch, max_wait, coming
-        self._seconds = seconds
+        self.seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name=f"mdps-{name}", daemon=True)
         self._thread.start()
@@ -73,11 +73,6 @@ class Worker:
     def alive(self) -> bool:
         """Whether the thread runs; without it nothing is ever answered."""
         return self._thread.is_alive()
-
-    @property
-    def seconds(self) -> float:
-        """How long an image takes, lately; before the first, what the worker was told."""
-        return self._seconds
 
     def submit(self, engine: Engine, observation: NDArray[np.float32], until: float = math.inf) -> Item:
         """Queue an observation; await the item's future for what came of it."""
@@ -113,7 +108,7 @@ class Worker:
         return batch
 
     def _is_in_time(self, batch: Sequence[Item]) -> bool:
-        return time.monotonic() + len(batch) * self._seconds <= min(item.until for item in batch)
+        return time.monotonic() + len(batch) * self.seconds <= min(item.until for item in batch)
 
     def _next(self, until: float | None) -> Item | None:
         """The next item; None where none comes in time, or any more."""
@@ -147,7 +142,7 @@ class Worker:
             self._deliver([(items[0], error)])
             return
         seconds = (time.perf_counter() - begun) / len(items)
-        self._seconds = 0.7 * self._seconds + 0.3 * seconds if self._seconds else seconds
+        self.seconds = 0.7 * self.seconds + 0.3 * seconds if self.seconds else seconds
         self._deliver([(item, Answer(result, begun, len(items))) for item, result in zip(items, results, strict=True)])
 
     def _deliver(self, outcomes: list[tuple[Item, Answer | Exception]]) -> None:

@@ -230,7 +230,7 @@ def test_an_image_that_gives_nan_is_a_500_that_is_counted():
     async def main():
         model, metrics = object.__new__(Model), Metrics()
         model.name, model._metrics, model._preparing, model._pool = "line", metrics, 0, None
-        model._current = Loaded(Engine(), None, 0.0)
+        model.current = Loaded(Engine(), None, 0.0)
         model._worker = Worker("line", max_batch=1, max_wait=0.0, coming=lambda: 0)
         with pytest.raises(Refusal, match="NaN") as refused:
             await model.predict(lambda preprocessing: nothing, asyncio.get_running_loop().time() + 60)

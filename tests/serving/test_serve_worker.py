@@ -166,7 +166,7 @@ def test_a_batch_is_no_larger_than_its_first_deadline_allows():
     engine = FakeEngine()
 
     async def scenario(worker):
-        worker._seconds = 100.0
+        worker.seconds = 100.0
         engine.gate.clear()
         first = worker.submit(engine, observation(1), time.monotonic() + 50)  # too late already, and still alone
         await until(lambda: worker._queue.empty())
