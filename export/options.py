@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from mdps.export.methods import METHODS, method, preset
-from mdps.models.checkpoints.statements import LoadOptions
+from mdps.models.checkpoints.statements import CheckpointOptions
 from mdps.runtime.engines import ENGINES, named
 from mdps.runtime.errors import require
 from mdps.runtime.option import Option, build
@@ -109,7 +109,7 @@ class ExportOptions:
         tuple[int, int, int, int] | None,
         Option("Region of interest in the photograph: LEFT TOP WIDTH HEIGHT.", example="LEFT,TOP,WIDTH,HEIGHT"),
     ] = None
-    load: LoadOptions = field(default_factory=LoadOptions)
+    load: CheckpointOptions = field(default_factory=CheckpointOptions)
     count_nodes: Annotated[bool, Option("Count the graphs' nodes, and what torch performs for a guided step.")] = False
     engine: Annotated[
         str | None,
@@ -161,7 +161,7 @@ class ExportOptions:
 
     @classmethod
     def of(cls, choices: Mapping[str, Any]) -> Self:
-        """Build from the options of `mdps export` by name, those of `LoadOptions` among them; None keeps a default."""
+        """Build from the options of `mdps export` by name, with those of `CheckpointOptions`; None keeps a default."""
         return build(cls, choices)
 
     def preprocessing(self, trained: Preprocessing) -> Preprocessing:

@@ -106,18 +106,18 @@ def write_small_checkpoint(weights: Mapping[str, NDArray[np.float32]], path: Pat
 
 
 def load_small(path: Path) -> Any:
-    from mdps.models.checkpoints import LoadOptions, load_denoiser
+    from mdps.models.checkpoints import CheckpointOptions, load_denoiser
 
-    return load_denoiser(path, LoadOptions(image_size=32))
+    return load_denoiser(path, CheckpointOptions(image_size=32))
 
 
 @pytest.fixture(scope="session")
 def tiny_bundle(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of the 32 x 32 network with the seeded tiny backbone, uncalibrated, three steps a pass."""
     from mdps.export import ExportOptions, export_bundle
-    from mdps.models.checkpoints import LoadOptions
+    from mdps.models.checkpoints import CheckpointOptions
 
-    options = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
+    options = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=CheckpointOptions(image_size=32))
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("bundles") / "tiny", options)
 
 

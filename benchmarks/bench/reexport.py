@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.single_file import export_single_file
-from mdps.models.checkpoints import NETWORK_OPTIONS, Denoiser, LoadOptions, load_denoiser, save_denoiser
+from mdps.models.checkpoints import NETWORK_OPTIONS, CheckpointOptions, Denoiser, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.engines import ENGINES
 from mdps.runtime.errors import UsageError
@@ -86,12 +86,12 @@ class _Alike(ExportOptions):
         return replace(old, score=replace(old.score, top=top))
 
 
-def known_of(manifest: Manifest) -> LoadOptions:
+def known_of(manifest: Manifest) -> CheckpointOptions:
     """How to read the bundle's checkpoint, from all that the bundle knows of it."""
     known: dict[str, Any] = {name: manifest.network[name] for name in NETWORK_OPTIONS if name in manifest.network}
     if known.get("num_head_channels") is not None:  # it decides; the number of heads is then a default
         known.pop("num_heads", None)
-    return LoadOptions(**known, schedule=manifest.schedule, prediction=manifest.prediction)
+    return CheckpointOptions(**known, schedule=manifest.schedule, prediction=manifest.prediction)
 
 
 def save_resized(denoiser: Denoiser, side: int, path: Path) -> None:

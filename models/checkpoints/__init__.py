@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, run_warnings
-from mdps.models.checkpoints.statements import NETWORK_OPTIONS, LoadOptions, Prediction
+from mdps.models.checkpoints.statements import NETWORK_OPTIONS, CheckpointOptions, Prediction
 
 if TYPE_CHECKING:
     from mdps.models.checkpoints.load import Denoiser, describe_checkpoint, load_denoiser
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = [
     "NETWORK_OPTIONS",
     "CheckpointError",
+    "CheckpointOptions",
     "CheckpointReport",
     "Denoiser",
-    "LoadOptions",
     "Prediction",
     "describe_checkpoint",
     "load_denoiser",

@@ -14,7 +14,7 @@ from mdps.models.checkpoints.files import sha256_of
 from mdps.models.checkpoints.layouts import Tensors
 from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, naming, shown
 from mdps.models.checkpoints.sources import Source, open_source
-from mdps.models.checkpoints.statements import LoadOptions, Prediction, Statement
+from mdps.models.checkpoints.statements import CheckpointOptions, Prediction, Statement
 from mdps.models.checkpoints.structure import check_fit, infer_structure, possible_groups
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.schedule import NoiseSchedule
@@ -116,7 +116,7 @@ class Denoiser:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def load_denoiser(path: Path | str, options: LoadOptions | None = None) -> Denoiser:
+def load_denoiser(path: Path | str, options: CheckpointOptions | None = None) -> Denoiser:
     """Read a checkpoint of any supported format; float32, on the CPU, in eval mode, without gradients of weights.
 
     `options` win over a sidecar JSON, that over what the file says, and that over what its format publishes.
@@ -125,7 +125,7 @@ def load_denoiser(path: Path | str, options: LoadOptions | None = None) -> Denoi
     """
     path = Path(path)
     with naming(path):
-        source, resolved = _open(path, options or LoadOptions())
+        source, resolved = _open(path, options or CheckpointOptions())
         config, schedule, prediction = _complete(resolved)
         check_fit(config, source.tensors)
     with torch.device("meta"):
@@ -136,14 +136,14 @@ def load_denoiser(path: Path | str, options: LoadOptions | None = None) -> Denoi
     return Denoiser(network, config, schedule, prediction, resolved.preprocessing, report, source.extra)
 
 
-def describe_checkpoint(path: Path | str, options: LoadOptions | None = None) -> CheckpointReport:
+def describe_checkpoint(path: Path | str, options: CheckpointOptions | None = None) -> CheckpointReport:
     """Describe a checkpoint without building it; `needed` names the missing options. Errors as `load_denoiser`."""
     path = Path(path)
     with naming(path):
-        return _report(path, *_open(path, options or LoadOptions()))
+        return _report(path, *_open(path, options or CheckpointOptions()))
 
 
-def _open(path: Path, options: LoadOptions) -> tuple[Source, Resolved]:
+def _open(path: Path, options: CheckpointOptions) -> tuple[Source, Resolved]:
     source = open_source(path)
     tensors = {key: value.to(torch.float32) for key, value in source.tensors.items()}
     inferred = infer_structure(tensors)

@@ -32,11 +32,11 @@ class Statement:
 
 
 NETWORK_OPTIONS = ("image_size", "num_heads", "num_head_channels", "new_attention_order", "norm_groups")
-"""The fields of `LoadOptions` that are fields of `UNetConfig` too."""
+"""The fields of `CheckpointOptions` that are fields of `UNetConfig` too."""
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class CheckpointOptions:
     """Facts about a checkpoint that the user states; they win over the file and its sidecar, None states nothing.
 
     `image_size` is the side of the training images; attention heads are so many (`num_heads`) or of so many channels

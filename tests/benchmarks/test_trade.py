@@ -29,7 +29,7 @@ from mdps.benchmarks.trade.rows import Exits, Trade, agreement, choices
 from mdps.cli import cli
 from mdps.commands import terminal
 from mdps.export import ExportOptions, export_bundle
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import CheckpointOptions
 from mdps.runtime import UsageError, load
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.manifest import Manifest
@@ -158,7 +158,7 @@ def test_shared_graphs_compute_what_a_bundle_of_its_own_does(tiny_bundle: Path, 
 @pytest.fixture(scope="module")
 def real_features(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with the trained feature network, at its smallest."""
-    load_options = LoadOptions(image_size=32)
+    load_options = CheckpointOptions(image_size=32)
     options = ExportOptions(noise_level=10, steps=1, mask_pass=False, feature_size=64, load=load_options)
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("real") / "bundle", options)
 

@@ -363,7 +363,7 @@ def test_export_with_a_checkpoint_alone_changes_nothing(exported: list[tuple[Any
 
 def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]]) -> None:
     from mdps.export import ExportOptions
-    from mdps.models.checkpoints import LoadOptions
+    from mdps.models.checkpoints import CheckpointOptions
     from mdps.runtime.schedule import NoiseSchedule
 
     text = (
@@ -376,7 +376,7 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
         "--num-heads 4 --norm-groups 16 --new-attention-order --prediction v --schedule cosine"
     )
     assert run(export, text.split()) == 0
-    load = LoadOptions(64, 4, None, True, NoiseSchedule.cosine(), "v", 16)
+    load = CheckpointOptions(64, 4, None, True, NoiseSchedule.cosine(), "v", 16)
     options = ExportOptions(
         guidance_backend="traced", gradient="jacobian-free", guidance_norm="squared", guidance_scale=5.0,
         masked_guidance_scale=6.0, noise_level=150, steps=8, mask_pass=False, samples=3, seed=7, backbone="resnet18",

@@ -18,13 +18,13 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export import parity as parity_module
 from mdps.export.methods import PRESETS, preset
 from mdps.export.parity import ParityError
-from mdps.models.checkpoints import LoadOptions, load_denoiser
+from mdps.models.checkpoints import CheckpointOptions, load_denoiser
 from mdps.runtime import load
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.schedule import Step, plan_steps
 
-TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
+TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=CheckpointOptions(image_size=32))
 
 
 def picture(seed: int = 0) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_every_preset_kind_passes_the_gate(backend: Any, gradient: Any, small_ch
     """hazelnut: another level for each pass, the masked one without guidance; at 32 x 32 with short passes."""
     options = ExportOptions(
         preset="mvtec/hazelnut", backbone="random_tiny", noise_level=60, guidance_backend=backend, gradient=gradient,
-        load=LoadOptions(image_size=32),
+        load=CheckpointOptions(image_size=32),
     )  # fmt: skip
     manifest = Manifest.read(export_bundle(small_checkpoint, tmp_path / "bundle", options))
     assert manifest.settings.mode == "reference"
@@ -113,7 +113,7 @@ def test_presets_call_the_steps_the_authors_do() -> None:
 
 def test_a_preset_without_mask_pass_makes_one(small_checkpoint: Path, tmp_path: Path) -> None:
     options = ExportOptions(
-        preset="mvtec/grid", backbone="random_tiny", noise_level=60, load=LoadOptions(image_size=32)
+        preset="mvtec/grid", backbone="random_tiny", noise_level=60, load=CheckpointOptions(image_size=32)
     )
     bundle = export_bundle(small_checkpoint, tmp_path / "bundle", options)
     assert Manifest.read(bundle).settings.sampler.masked_pass is None
@@ -125,11 +125,11 @@ def test_wrong_choices_are_said_before_anything_is_written(small_checkpoint: Pat
     out = tmp_path / "bundle"
     for options, words in (
         (ExportOptions(preset="mvtec/botle"), "mvtec/bottle"),
-        (replace(TINY, load=LoadOptions(image_size=33)), "multiple of 2"),
+        (replace(TINY, load=CheckpointOptions(image_size=33)), "multiple of 2"),
         (replace(TINY, noise_level=200, steps=3), "200"),
         (replace(TINY, backbone="no_such_net"), "no_such_net"),
         (ExportOptions(preset="mvtec/bottle", steps=5), "--steps"),
-        (ExportOptions(preset="mvtec/bottle", load=LoadOptions(image_size=16)), "too small"),
+        (ExportOptions(preset="mvtec/bottle", load=CheckpointOptions(image_size=16)), "too small"),
     ):
         with pytest.raises(UsageError, match=words):
             export_bundle(small_checkpoint, out, options)
@@ -187,8 +187,8 @@ def test_a_frozen_gradient_is_found() -> None:
 def test_a_killed_export_leaves_nothing_that_loads(small_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     code = (
-        "import sys; from mdps.export import *; from mdps.models.checkpoints import LoadOptions\n"
-        "o = ExportOptions(backbone='random_tiny', load=LoadOptions(image_size=32))\n"
+        "import sys; from mdps.export import *; from mdps.models.checkpoints import CheckpointOptions\n"
+        "o = ExportOptions(backbone='random_tiny', load=CheckpointOptions(image_size=32))\n"
         "export_bundle(sys.argv[1], sys.argv[2], o, say=lambda s: print(s, flush=True))"
     )
     process = subprocess.Popen(

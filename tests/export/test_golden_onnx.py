@@ -13,7 +13,7 @@ from mdps.export.graph import WeightStore, write
 from mdps.export.linearize import prepare_input_gradients
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import record
-from mdps.models.checkpoints import LoadOptions, load_denoiser
+from mdps.models.checkpoints import CheckpointOptions, load_denoiser
 from mdps.models.unet import UNet
 from mdps.runtime.engines import named
 from mdps.runtime.engines.onnxruntime import OrtSession
@@ -88,7 +88,7 @@ def test_all_passes_at_32(mode: str, small: Mapping[str, np.ndarray], small_deno
 def test_the_authors_checkpoint_at_64(shared: Path, tmp_path: Path) -> None:
     with np.load(shared / "golden" / "golden.npz") as arrays:
         golden = dict(arrays)
-    network = load_denoiser(shared / "golden" / "checkpoint", LoadOptions(image_size=64)).network
+    network = load_denoiser(shared / "golden" / "checkpoint", CheckpointOptions(image_size=64)).network
     steps = sessions(network, "replace", tmp_path)
     everywhere = np.ones((1, 1, 64, 64), dtype=np.float32)
     _check_call(steps, golden)
@@ -134,7 +134,7 @@ def test_every_public_format_at_32(shared: Path, formula_weights: Any, tmp_path:
         arguments = layout["constructor"]
         heads = arguments.get("num_heads", arguments.get("n_heads", 4))
         head_channels = arguments.get("num_head_channels", arguments.get("n_head_channels", -1))
-        options = LoadOptions(
+        options = CheckpointOptions(
             image_size=32,
             num_heads=heads if head_channels == -1 else None,
             num_head_channels=None if head_channels == -1 else head_channels,

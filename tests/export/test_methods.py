@@ -14,7 +14,7 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export.methods import METHODS, method
 from mdps.export.single_file import export_single_file
 from mdps.export.step import GuidedStep, PlainStep, StepRules
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import CheckpointOptions
 from mdps.runtime import load
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import UsageError
@@ -219,7 +219,7 @@ def test_no_method_but_mdps_calls_for_a_backward_pass() -> None:
         method("ddpm", (64, 64))
 
 
-OPTIONS = ExportOptions(backbone="random_tiny", load=LoadOptions(image_size=32))
+OPTIONS = ExportOptions(backbone="random_tiny", load=CheckpointOptions(image_size=32))
 SHORT = {"ddim": {"steps": 5}, "anoddpm": {"steps": 25}, "autoddpm": {"steps": 20}, "ddad": {}}
 
 

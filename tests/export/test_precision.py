@@ -23,7 +23,7 @@ from mdps.export.precision import FloatProducts, PrecisionError, emulate, in_pre
 from mdps.export.step import Denoiser, GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import Tracer, record
 from mdps.models import oracle as o
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import CheckpointOptions
 from mdps.models.unet import UNet
 from mdps.runtime import load
 from mdps.runtime.errors import BackendError, UsageError
@@ -35,7 +35,7 @@ ALLOWED = {"fp16": 2e-2, "bf16": 16e-2}  # of the largest value; fp16's is what 
 IMAGES = ("x_t", "observation", "mask", "noise")
 SCALARS = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1, "guidance_scale": 100.0}
 OUTPUTS = ["x_s", "eps", "guidance_gradient"]
-TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
+TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=CheckpointOptions(image_size=32))
 
 
 def feeds(batch: int, seed: int = 0) -> dict[str, np.ndarray]:

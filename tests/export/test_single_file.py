@@ -24,13 +24,13 @@ from mdps.export import single_file as module
 from mdps.export.detector_graph import resize
 from mdps.export.merge import Merger
 from mdps.export.single_file import FILE_NAME, export_single_file
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import CheckpointOptions
 from mdps.runtime import BackendError, CalibrationError, Detector, UsageError, load
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.manifest import Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32))
+TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=CheckpointOptions(image_size=32))
 # Graphs that differ from the tiny bundle's are exported; what only the settings say is changed in the manifest.
 EXPORTS = {
     "pixels": replace(TINY, stages=()),

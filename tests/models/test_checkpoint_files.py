@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from mdps.models.checkpoints import CheckpointError, LoadOptions, load_denoiser
+from mdps.models.checkpoints import CheckpointError, CheckpointOptions, load_denoiser
 from mdps.models.unet import UNet, UNetConfig
 
 State = dict[str, torch.Tensor]
@@ -148,7 +148,7 @@ def test_wrong_file_is_one_sentence(name: str, sentence: str, openai_state: Stat
     path = tmp_path / "model.pt"
     _damage(name, openai_state, path)
     with pytest.raises(CheckpointError, match=sentence) as raised:
-        load_denoiser(path, LoadOptions(image_size=16, num_heads=4))
+        load_denoiser(path, CheckpointOptions(image_size=16, num_heads=4))
     assert_sentence(raised.value, path)
 
 
@@ -168,7 +168,7 @@ def test_damage_anywhere_is_a_sentence_or_harmless(kind: str, tmp_path: Path) ->
         garbled = data[:place] + rng.bytes(8) + data[place + 8 :]
         path.write_bytes(data[:place] if rng.random() < 0.4 else garbled)
         try:
-            load_denoiser(path, LoadOptions(image_size=8, num_heads=4))
+            load_denoiser(path, CheckpointOptions(image_size=8, num_heads=4))
         except CheckpointError as error:
             assert_sentence(error, path)
 
@@ -188,7 +188,7 @@ def test_half_a_safetensors_file(openai_state: State, tmp_path: Path) -> None:
 
 def test_half_precision_weights_become_float32(openai_state: State, tmp_path: Path) -> None:
     torch.save({key: value.half() for key, value in openai_state.items()}, tmp_path / "half.pt")
-    denoiser = load_denoiser(tmp_path / "half.pt", LoadOptions(image_size=16, num_heads=4))
+    denoiser = load_denoiser(tmp_path / "half.pt", CheckpointOptions(image_size=16, num_heads=4))
     assert {p.dtype for p in denoiser.network.parameters()} == {torch.float32}
 
 
@@ -196,5 +196,5 @@ def test_names_with_spaces_and_umlauts(openai_state: State, tmp_path: Path) -> N
     folder = tmp_path / "Prüfling & Söhne (neu)"
     folder.mkdir()
     torch.save(openai_state, folder / "gute teile.pt")
-    load_denoiser(folder / "gute teile.pt", LoadOptions(image_size=16, num_heads=4))
+    load_denoiser(folder / "gute teile.pt", CheckpointOptions(image_size=16, num_heads=4))
     shutil.rmtree(folder)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from mdps.models.checkpoints import (
     CheckpointError,
+    CheckpointOptions,
     Denoiser,
-    LoadOptions,
     describe_checkpoint,
     load_denoiser,
     save_denoiser,
@@ -27,13 +27,13 @@ from mdps.runtime.schedule import NoiseSchedule
 State = dict[str, torch.Tensor]
 
 FORMATS = {
-    "authors": (LoadOptions(image_size=32), "authors"),
-    "ddad": (LoadOptions(image_size=32), "authors"),
-    "anoddpm_strided": (LoadOptions(), "anoddpm"),
-    "diffusionad": (LoadOptions(image_size=32), "diffusionad"),
-    "openai_learned_sigma": (LoadOptions(image_size=32, num_head_channels=32), "openai"),
-    "openai_pooled_legacy_attention": (LoadOptions(image_size=32, num_heads=1), "openai"),
-    "openai_strided_new_attention": (LoadOptions(image_size=32, num_heads=4, new_attention_order=True), "openai"),
+    "authors": (CheckpointOptions(image_size=32), "authors"),
+    "ddad": (CheckpointOptions(image_size=32), "authors"),
+    "anoddpm_strided": (CheckpointOptions(), "anoddpm"),
+    "diffusionad": (CheckpointOptions(image_size=32), "diffusionad"),
+    "openai_learned_sigma": (CheckpointOptions(image_size=32, num_head_channels=32), "openai"),
+    "openai_pooled_legacy_attention": (CheckpointOptions(image_size=32, num_heads=1), "openai"),
+    "openai_strided_new_attention": (CheckpointOptions(image_size=32, num_heads=4, new_attention_order=True), "openai"),
 }
 
 
@@ -122,13 +122,13 @@ def test_safetensors_of_the_same_keys_load_the_same(
 ) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({f"model.diffusion_model.{key}": value for key, value in state_of(name).items()}, path)
-    options = LoadOptions(num_head_channels=32, image_size=32) if name == "anoddpm_strided" else FORMATS[name][0]
+    options = CheckpointOptions(num_head_channels=32, image_size=32) if name == "anoddpm_strided" else FORMATS[name][0]
     check(load_denoiser(path, options), np.load(shared / "golden" / "formats" / f"{name}.npz"))
 
 
 def test_reference_checkpoint_reproduces_its_denoiser_call(shared: Path) -> None:
     golden = np.load(shared / "golden" / "golden.npz")
-    denoiser = load_denoiser(shared / "golden" / "checkpoint", LoadOptions(image_size=64))
+    denoiser = load_denoiser(shared / "golden" / "checkpoint", CheckpointOptions(image_size=64))
     np.testing.assert_allclose(denoiser.schedule.alphas_cumprod, golden["alpha_bar_0_to_999"], atol=1e-6, rtol=0)
     x_t, t, y = (torch.from_numpy(np.atleast_1d(golden[key])) for key in ("call_x_t", "call_t", "y"))
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_authors_format_without_the_shared_folder(
     small_state: State, small: Mapping[str, NDArray[np.float32]], tmp_path: Path
 ) -> None:
     torch.save(wrap("authors", small_state), tmp_path / "3000")
-    network = load_denoiser(tmp_path / "3000", LoadOptions(image_size=32)).network
+    network = load_denoiser(tmp_path / "3000", CheckpointOptions(image_size=32)).network
     np.testing.assert_allclose(small_step(network, small), small["reference_unguided_states"][1:2], atol=1e-4, rtol=0)
 
 
@@ -165,7 +165,7 @@ def test_the_golden_numbers_detect_a_loader_that_only_renames(
     small_state: State, small: Mapping[str, NDArray[np.float32]], tmp_path: Path
 ) -> None:
     torch.save(small_state, tmp_path / "3000")
-    denoiser = load_denoiser(tmp_path / "3000", LoadOptions(image_size=32))
+    denoiser = load_denoiser(tmp_path / "3000", CheckpointOptions(image_size=32))
     renamed = denoiser.network.state_dict() | {"time_embed.0.weight": small_state["time_embedding.1.weight"]}
     wrong = UNet(denoiser.config)
     wrong.load_state_dict(renamed)
@@ -195,7 +195,7 @@ def test_compiled_submodules_lose_their_prefix(openai_state: State, tmp_path: Pa
         {key.replace("middle_block.", "middle_block._orig_mod."): v for key, v in openai_state.items()},
         tmp_path / "c.pt",
     )
-    load_denoiser(tmp_path / "c.pt", LoadOptions(image_size=16, num_heads=4))
+    load_denoiser(tmp_path / "c.pt", CheckpointOptions(image_size=16, num_heads=4))
 
 
 def test_averaged_weights_are_preferred(small_state: State, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_two_networks_are_not_guessed_between(small_state: State, tmp_path: Path
 
 def test_learned_variance_is_dropped(state_of: Callable[[str], State], tmp_path: Path) -> None:
     torch.save(state_of("openai_learned_sigma"), tmp_path / "s.pt")
-    denoiser = load_denoiser(tmp_path / "s.pt", LoadOptions(image_size=32, num_head_channels=32))
+    denoiser = load_denoiser(tmp_path / "s.pt", CheckpointOptions(image_size=32, num_head_channels=32))
     assert denoiser.config.out_channels == 3
     assert denoiser.report.inferred["learned_variance"] is True
 
@@ -284,7 +284,7 @@ def test_sidecar_supplies_and_options_win(openai_state: State, tmp_path: Path) -
     assert denoiser.config.new_attention_order
     assert denoiser.schedule == NoiseSchedule.cosine(500)
     assert denoiser.prediction == "v"
-    stated = load_denoiser(path, LoadOptions(num_heads=2, prediction="x0", schedule=NoiseSchedule.linear(10)))
+    stated = load_denoiser(path, CheckpointOptions(num_heads=2, prediction="x0", schedule=NoiseSchedule.linear(10)))
     assert stated.config.num_head_channels is None
     assert stated.config.num_heads == 2
     assert stated.prediction == "x0"
@@ -298,10 +298,10 @@ def test_the_norm_groups_of_a_raw_file_are_assumed_or_given(openai_state: State,
     torch.save(openai_state, tmp_path / "model.pt")
     known = {"image_size": 16, "num_heads": 4}
     assert describe_checkpoint(tmp_path / "model.pt").assumed["norm_groups"] == 32
-    assumed = load_denoiser(tmp_path / "model.pt", LoadOptions(**known))
+    assumed = load_denoiser(tmp_path / "model.pt", CheckpointOptions(**known))
     assert assumed.config.norm_groups == 32
     assert "norm_groups = 32" in assumed.report.assumptions()
-    given = load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=16))
+    given = load_denoiser(tmp_path / "model.pt", CheckpointOptions(**known, norm_groups=16))
     assert given.config.norm_groups == 16
     assert given.report.given["norm_groups"] == {"value": 16, "by": "options"}
     assert "norm_groups" not in given.report.assumed
@@ -315,11 +315,11 @@ def test_norm_groups_that_divide_no_level_are_asked_for_by_name(tmp_path: Path) 
     known = {"image_size": 16, "num_heads": 4}
     remedy = r"give --norm-groups \(1 or 2 or 4 or 5 or 10 or 20\)"
     with pytest.raises(CheckpointError, match=remedy) as raised:
-        load_denoiser(tmp_path / "model.pt", LoadOptions(**known))
+        load_denoiser(tmp_path / "model.pt", CheckpointOptions(**known))
     assert_sentence(raised.value, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=f"20 channels, which 8 normalisation groups do not divide: {remedy}"):
-        load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=8))
-    assert load_denoiser(tmp_path / "model.pt", LoadOptions(**known, norm_groups=5)).config.norm_groups == 5
+        load_denoiser(tmp_path / "model.pt", CheckpointOptions(**known, norm_groups=8))
+    assert load_denoiser(tmp_path / "model.pt", CheckpointOptions(**known, norm_groups=5)).config.norm_groups == 5
 
 
 BETAS = {
@@ -341,19 +341,19 @@ def test_betas_kept_beside_the_network_are_its_schedule(
     constants = {"betas": betas, "alphas_cumprod": (1 - betas).cumprod(0), "sqrt_recip_alphas_cumprod": betas}
     state = {prefix + key: value for key, value in openai_state.items()}
     torch.save({"model": state | {owner + key: value for key, value in constants.items()}}, tmp_path / "model.pt")
-    denoiser = load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+    denoiser = load_denoiser(tmp_path / "model.pt", CheckpointOptions(image_size=16, num_heads=4))
     assert denoiser.schedule.to_json()["kind"] == kind
     np.testing.assert_allclose(denoiser.schedule.betas, BETAS[kind].betas, rtol=1e-15 if kind != "given" else 1e-7)
     assert denoiser.report.given["schedule"]["by"] == "file"
     assert denoiser.report.ignored == 3
-    chosen = LoadOptions(image_size=16, num_heads=4, schedule=NoiseSchedule.linear(10))
+    chosen = CheckpointOptions(image_size=16, num_heads=4, schedule=NoiseSchedule.linear(10))
     assert len(load_denoiser(tmp_path / "model.pt", chosen).schedule) == 10
 
 
 def test_betas_of_another_network_are_not_read(openai_state: State, tmp_path: Path) -> None:
     state = {f"model.{key}": value for key, value in openai_state.items()}
     torch.save(state | {"teacher.betas": torch.full((7,), 0.5)}, tmp_path / "model.pt")
-    denoiser = load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+    denoiser = load_denoiser(tmp_path / "model.pt", CheckpointOptions(image_size=16, num_heads=4))
     assert denoiser.report.assumed["schedule"] == NoiseSchedule.linear().to_json()
 
 
@@ -372,7 +372,7 @@ def test_betas_that_are_no_schedule_are_named(
 ) -> None:
     torch.save(openai_state | {"betas": betas}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=sentence) as raised:
-        load_denoiser(tmp_path / "model.pt", LoadOptions(image_size=16, num_heads=4))
+        load_denoiser(tmp_path / "model.pt", CheckpointOptions(image_size=16, num_heads=4))
     assert_sentence(raised.value, tmp_path / "model.pt")
     assert "betas" in str(raised.value)
 
@@ -422,18 +422,18 @@ def test_wrong_sidecar_is_one_sentence(sidecar: str, sentence: str, openai_state
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        LoadOptions(**wrong)
+        CheckpointOptions(**wrong)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (LoadOptions(image_size=15, num_heads=4), "--image-size"),
-        (LoadOptions(image_size=16, num_heads=5), "--num-heads"),
+        (CheckpointOptions(image_size=15, num_heads=4), "--image-size"),
+        (CheckpointOptions(image_size=16, num_heads=5), "--num-heads"),
     ],
 )
 def test_options_that_do_not_fit_name_themselves(
-    options: LoadOptions, sentence: str, openai_state: State, tmp_path: Path
+    options: CheckpointOptions, sentence: str, openai_state: State, tmp_path: Path
 ) -> None:
     torch.save(openai_state, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=sentence):
@@ -454,7 +454,7 @@ def test_real_checkpoint_with_its_sidecar(shared: Path) -> None:
 def test_own_format_needs_no_options(openai_state: State, tmp_path: Path) -> None:
     torch.save(openai_state, tmp_path / "model.pt")
     first = load_denoiser(
-        tmp_path / "model.pt", LoadOptions(image_size=16, num_head_channels=32, new_attention_order=True)
+        tmp_path / "model.pt", CheckpointOptions(image_size=16, num_head_channels=32, new_attention_order=True)
     )
     schedule, notes, prep = NoiseSchedule.cosine(100), {"images": 209}, {"image_size": [16, 16], "crop": "none"}
     save_denoiser(tmp_path / "own.safetensors", first.network, schedule, "v", prep, notes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdps.models import oracle as o
-from mdps.models.checkpoints import LoadOptions, load_denoiser
+from mdps.models.checkpoints import CheckpointOptions, load_denoiser
 from mdps.models.unet import UNet
 
 ALPHAS = o.linear_schedule()
@@ -26,7 +26,7 @@ def golden(shared: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def network(shared: Path) -> UNet:
-    return load_denoiser(shared / "golden" / "checkpoint", LoadOptions(image_size=64)).network
+    return load_denoiser(shared / "golden" / "checkpoint", CheckpointOptions(image_size=64)).network
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.export import ExportOptions, export_bundle
-from mdps.models.checkpoints import LoadOptions
+from mdps.models.checkpoints import CheckpointOptions
 from mdps.runtime import BackendError, Detector, UsageError, choice, load
 from mdps.runtime.choice import installed
 from mdps.runtime.engines.interface import open_session
@@ -31,7 +31,9 @@ pytest.importorskip("MNN")
 from mdps.export import mnn as converter
 from mdps.runtime.engines.mnn import WEIGHTS, MnnSession
 
-TINY = ExportOptions(backbone="random_tiny", noise_level=198, steps=3, load=LoadOptions(image_size=32), engine="mnn")
+TINY = ExportOptions(
+    backbone="random_tiny", noise_level=198, steps=3, load=CheckpointOptions(image_size=32), engine="mnn"
+)
 
 
 @pytest.fixture(scope="module")

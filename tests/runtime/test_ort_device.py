@@ -91,7 +91,7 @@ class HostDriver:
 def traced_bundle(small_checkpoint, tmp_path_factory):
     """Return a `tiny_bundle` with its guided step a torch program, its masked pass without guidance."""
     from mdps.export import ExportOptions, export_bundle
-    from mdps.models.checkpoints import LoadOptions as CheckpointOptions
+    from mdps.models.checkpoints import CheckpointOptions
 
     options = ExportOptions(
         backbone="random_tiny", noise_level=198, steps=2, load=CheckpointOptions(image_size=32),

@@ -20,7 +20,7 @@ from engine import Case
 from safetensors.torch import save
 from torch import Tensor
 
-from mdps.models.checkpoints import LoadOptions, describe_checkpoint, load_denoiser, save_denoiser
+from mdps.models.checkpoints import CheckpointOptions, describe_checkpoint, load_denoiser, save_denoiser
 from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.schedule import NoiseSchedule
@@ -28,7 +28,7 @@ from mdps.runtime.schedule import NoiseSchedule
 CONFIG = UNetConfig(
     8, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, attention_factors=(2,), num_heads=2, norm_groups=4
 )
-OPTIONS = LoadOptions(image_size=8, num_heads=2)
+OPTIONS = CheckpointOptions(image_size=8, num_heads=2)
 SIDECAR = {
     "network": {**CONFIG.to_json(), "attention_resolutions": [2], "dims": 2, "class_cond": False},
     "schedule": {"kind": "linear", "beta_start": 1e-4, "beta_end": 0.02, "steps": 100},
