@@ -26,7 +26,7 @@ _MB = 10**6
 _PASS_ARRAYS = 9  # of the size of all samples: y, noise, none, x in two, mask, what is drawn, the samples before
 _TRAINED = 1.65  # of a guided step's estimate: what torch keeps for the way back, and what that leaves
 _TRAINING_COPIES, _TRAINING = 7, 230 * _MB  # weights, gradients, moments, average, a checkpoint; and what torch starts
-_EXPORT_COPIES, _EXPORTING, _GATE_STEPS = 8, 480 * _MB, 16
+_EXPORT_COPIES, _EXPORTING, _GATE_STEPS = 8, 840 * _MB, 16
 _MAPPED = 500 * _MB  # threads' stacks and pools
 BIG_BATCH = 256 * _MB
 # On a card CUDA's context, the handles and workspaces of cuDNN and cuBLAS: a round number that no estimate gives.
