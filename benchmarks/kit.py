@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -46,6 +47,12 @@ def exit_code(work: Callable[[], object]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a process wrote to stderr; empty where it wrote none."""
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return said[-1] if said else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:

@@ -38,12 +38,11 @@ def gpu_check(out: Path, as_json: bool, settings: dict[str, Any], **options: Any
     what does not load is named with the reason, and so is what does not fit into the minutes.
     """
     from mdps.benchmarks.gpu_check import check
-    from mdps.benchmarks.gpu_check.report import markdown, to_json
+    from mdps.benchmarks.gpu_check.report import markdown
 
     found = check(out, CheckOptions(**options, **settings), say)
-    rows, machine = found.rows, found.machine
-    click.echo(json.dumps(to_json(rows, machine, True)) if as_json else markdown(rows, machine).rstrip())
+    click.echo(json.dumps(found.to_json()) if as_json else markdown(found).rstrip())
     say(f"see {out / 'gpu_check.md'}")
-    if any(row.state == "failed" or row.agrees is False for row in rows):
+    if any(row.state == "failed" or row.agrees is False for row in found.rows):
         return SOME_FAILED
-    return 0 if any(row.agrees for row in rows) else 1
+    return 0 if any(row.agrees for row in found.rows) else 1

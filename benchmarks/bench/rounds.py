@@ -118,6 +118,14 @@ class Measurement:
     peak_mb: float | None = None
     skipped: str = ""
 
+    def add(self, answer: Answer) -> None:
+        """Take in one run."""
+        self.ms.append(answer["ms"])
+        if answer["passes_ms"] is not None:
+            self.passes_ms.append(answer["passes_ms"])
+        if answer["device_ms"] is not None:
+            self.facts.setdefault("device_ms", []).append(answer["device_ms"])
+
 
 def measure(specs: Sequence[Spec], *, rounds: int, warm_up: int, patience: float, say: Say) -> list[Measurement]:
     """Opens all, one after another; warms each up; then `rounds` rounds. Measurements in the order of `specs`."""
@@ -134,7 +142,8 @@ def measure(specs: Sequence[Spec], *, rounds: int, warm_up: int, patience: float
         for number, order in enumerate(orders(running, rounds), start=1):
             say(f"round {number} of {rounds}")
             for one, process in order:
-                _time(one, process)
+                if not one.skipped:
+                    _time(one, process)
         for one, process in running:
             if not one.skipped:
                 one.peak_mb = process.ask("peak").get("peak_mb")
@@ -150,12 +159,7 @@ def _open(one: Measurement, process: Process, warm_up: int) -> None:
 
 
 def _time(one: Measurement, process: Process) -> None:
-    if one.skipped:
-        return
     answer = process.ask("run")
-    if process.skipped:
-        one.skipped = process.skipped
-        return
-    one.ms.append(answer["ms"])
-    if answer["passes_ms"] is not None:
-        one.passes_ms.append(answer["passes_ms"])
+    one.skipped = process.skipped
+    if not one.skipped:
+        one.add(answer)

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from mdps.benchmarks.bench.rounds import Answer, Measurement, Process, environment
-from mdps.benchmarks.gpu_check.items import Choice, Item, Prepared, on_card, on_processor
-from mdps.benchmarks.gpu_check.report import Row, State, facts, measured_row, prepared_row, write
-from mdps.benchmarks.kit import Say
+from mdps.benchmarks.gpu_check.items import Item, Prepared, pieces
+from mdps.benchmarks.gpu_check.report import Check, Row, State, facts, measured_row, prepared_row, write
+from mdps.benchmarks.kit import Say, last_words
 from mdps.benchmarks.options import CheckOptions
 from mdps.runtime import cards
 from mdps.runtime.errors import BackendError
@@ -155,13 +155,13 @@ class Workshop:
             return prepared_row(item, state, time.monotonic() - start, _too_long(limit, hurried))
         if not done.returncode:
             return prepared_row(item, "ran", time.monotonic() - start)
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1].removeprefix("error: ") if said else f"its process ended with code {done.returncode}"
-        absent = re.search(r"ModuleNotFoundError: No module named '(\w+)", last)
+        said = last_words(done)
+        reason = said.removeprefix("error: ") or f"its process ended with code {done.returncode}"
+        absent = re.search(r"ModuleNotFoundError: No module named '(\w+)", said)
         if absent:
-            last = f"needs {absent[1]}, which is not installed here (a kit takes torch along with --with-torch)"
-        foreseen = bool(absent or (said and said[-1].startswith("error: ")))
-        return prepared_row(item, "skipped" if foreseen else "failed", time.monotonic() - start, last)
+            reason = f"needs {absent[1]}, which is not installed here (a kit takes torch along with --with-torch)"
+        foreseen = absent or said.startswith("error: ")
+        return prepared_row(item, "skipped" if foreseen else "failed", time.monotonic() - start, reason)
 
     def _measure(self, item: Item, limit: float, hurried: bool) -> tuple[Measurement, bool]:
         """Opened and compared, warmed up, then runs until there are enough or its time is over."""
@@ -175,13 +175,8 @@ class Workshop:
             timed = Minutes(min(own.left / 2, item.seconds / 2))
             while not process.skipped and len(one.ms) < self.rounds and (timed.left > 0 or not one.ms):
                 answer = process.ask("run", max(0.1, own.left))
-                if process.skipped:
-                    break
-                one.ms.append(answer["ms"])
-                if answer["passes_ms"] is not None:
-                    one.passes_ms.append(answer["passes_ms"])
-                if answer["device_ms"] is not None:
-                    one.facts.setdefault("device_ms", []).append(answer["device_ms"])
+                if not process.skipped:
+                    one.add(answer)
             if not process.skipped:
                 one.peak_mb = process.ask("peak", 10.0).get("peak_mb")
             one.skipped = process.skipped
@@ -233,40 +228,28 @@ class UsedMemory:
         return None if card.total is None or card.free is None else card.total - card.free
 
 
-@dataclass(frozen=True)
-class Check:
-    """Rows of a check, and the machine they were measured on."""
-
-    rows: list[Row]
-    machine: dict[str, Any]
-
-
 def check(out: Path, options: CheckOptions, say: Say) -> Check:
     """Do as much as fits, with gpu_check.json and gpu_check.md in `out` after every piece; BackendError for no card."""
     threads = options.threads or available_cpus()
     prepared = Prepared(options.work or out / "work")
-    choice = Choice(
-        options.networks, options.precisions, (1, options.samples), threads=threads, matrix_side=options.matrix_side
-    )
     card, skipped = cards.Card(), list[Row]()
     if options.cpu:
-        wanted, skipped = on_processor(prepared, choice), skip_all(on_card(prepared, choice), _why_no_card(options))
+        skipped = skip_all(pieces(prepared, options, on_card=True), _why_no_card(options))
     else:
-        wanted, card = on_card(prepared, choice), cards.choose(options.device)
+        card = cards.choose(options.device)
+    wanted = pieces(prepared, options, on_card=not options.cpu)
     if card.uuid:
         os.environ["CUDA_VISIBLE_DEVICES"] = card.uuid  # of all processes that are started here
     machine = facts() | {"steps": options.steps, "threads": threads, "minutes": options.minutes}
     prepare = _prepare_options(options, card)
     workshop = Workshop(prepared, options.rounds, threads, card.uuid or None, prepare)
+    minutes = Minutes(options.minutes * 60)
     rows = run_check(
-        wanted,
-        Minutes(options.minutes * 60),
-        workshop,
-        lambda found: write([*found, *skipped], machine, out, finished=False),
-        say,
+        wanted, minutes, workshop, lambda found: write(Check(False, machine, [*found, *skipped]), out), say
     )
-    write([*rows, *skipped], machine, out, finished=True)
-    return Check([*rows, *skipped], machine)
+    done = Check(True, machine, [*rows, *skipped])
+    write(done, out)
+    return done
 
 
 def _why_no_card(options: CheckOptions) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mdps.benchmarks.bench import Spec
+from mdps.benchmarks.options import CheckOptions
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine
 from mdps.runtime.errors import require
+from mdps.runtime.machine import available_cpus
 
 NETWORKS = ("demo", "authors")
 """The network that ships with mdps, at 64 x 64; the authors' of 33 M parameters with seeded weights, at 256 x 256."""
@@ -140,56 +142,36 @@ class Item:
     on_card: bool = True
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The parts of a check that are asked for. `device` is the card, None for the first one."""
-
-    networks: tuple[str, ...] = ("demo", "authors")
-    precisions: tuple[str, ...] = ("fp32", "fp16")
-    samples: tuple[int, ...] = (1, MANY)
-    device: str | None = None
-    threads: int = 1
-    matrix_side: int = 8192
-    bank_images: int = 200
-
-
-def on_card(prepared: Prepared, choice: Choice) -> list[Item]:
+def pieces(prepared: Prepared, options: CheckOptions, on_card: bool) -> list[Item]:
     """All of it: rates; the small network on every engine; the authors' in half precision; then the rest."""
-    every = _Items(prepared, choice, "cuda")
+    every = _Items(prepared, options, "cuda" if on_card else "cpu")
     found = [*every.rates()]
-    for network, precision, samples in _cells(choice):
-        found += every.cell(network, precision, samples, ON_CARD)
+    for network, precision, samples in _cells(options):
+        found += every.cell(network, precision, samples, _ways_in(precision, on_card))
     return [*found, *every.peers()]
 
 
-def on_processor(prepared: Prepared, choice: Choice) -> list[Item]:
-    """Return all there is to run without a card."""
-    every = _Items(prepared, choice, "cpu")
-    found = [*every.rates()]
-    for network, precision, samples in _cells(choice):
-        ways = [one for one in ON_PROCESSOR if precision == "fp32" or one.engine.name == DEFAULT]
-        found += every.cell(network, precision, samples, ways)
-    return [*found, *every.peers()]
+def _ways_in(precision: str, on_card: bool) -> Sequence[Way]:
+    """In half precision the processor's default engine says enough."""
+    return ON_CARD if on_card else [way for way in ON_PROCESSOR if precision == "fp32" or way.engine.name == DEFAULT]
 
 
-def _cells(choice: Choice) -> list[tuple[str, str, int]]:
+def _cells(options: CheckOptions) -> list[tuple[str, str, int]]:
     """Network, precision, N_s, the most valuable first."""
     order = [
         ("demo", "fp32", 1), ("authors", "fp16", 1), ("authors", "fp16", MANY), ("authors", "fp32", 1),
         ("demo", "fp16", 1), ("demo", "fp16", MANY), ("demo", "fp32", MANY), ("authors", "fp32", MANY),
     ]  # fmt: skip
-    many = max(choice.samples)
-    cells = [(network, precision, many if count == MANY else 1) for network, precision, count in order]
     return [
-        one for one in dict.fromkeys(cells)
-        if one[0] in choice.networks and one[1] in choice.precisions and one[2] in choice.samples
+        (network, precision, options.samples if count == MANY else 1) for network, precision, count in order
+        if network in options.networks and precision in options.precisions
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Items:
     prepared: Prepared
-    choice: Choice
+    options: CheckOptions
     device: str
 
     @property
@@ -197,7 +179,7 @@ class _Items:
         return "the CPU" if self.device == "cpu" else "CUDA"
 
     def rates(self) -> Iterator[Item]:
-        for precision in self.choice.precisions:
+        for precision in self.options.precisions:
             spec = replace(self._spec(f"matrix product, {precision}, {self._place}"), kind="rate", variant=precision)
             yield self._item(spec, 10.0, precision=precision)
 
@@ -239,12 +221,12 @@ class _Items:
 
     def peers(self) -> Iterator[Item]:
         """At the size of the largest network, as they are what a user would run instead."""
-        network = self.choice.networks[-1]
+        network = self.options.networks[-1]
         for variant, name in PEERS.items():
             yield from self._made([f"{network}:fp32"])
             spec = replace(
                 self._spec(f"{name} on {self._place}, {network}"), kind="peer", variant=variant,
-                bundle=str(self.prepared.bundle(network, "fp32")), bank_images=self.choice.bank_images,
+                bundle=str(self.prepared.bundle(network, "fp32")),
             )  # fmt: skip
             yield self._item(spec, 25.0, network, "fp32", 1, (f"{network}:fp32",), name)
 
@@ -270,7 +252,8 @@ class _Items:
         return Item(spec.name, seconds, "", spec, network, precision, samples, needs, family or spec.name, on_card)
 
     def _spec(self, name: str) -> Spec:
-        return Spec(name, "rate", "", "", self.choice.threads, device=self.device, matrix_side=self.choice.matrix_side)
+        threads = self.options.threads or available_cpus()
+        return Spec(name, "rate", "", "", threads, device=self.device, matrix_side=self.options.matrix_side)
 
 
 def _label(network: str, precision: str, samples: int) -> str:

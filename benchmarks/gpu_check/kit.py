@@ -23,8 +23,7 @@ from typing import Any
 
 import mdps
 from mdps.benchmarks.gpu_check import items
-from mdps.benchmarks.gpu_check.items import parsed
-from mdps.benchmarks.kit import Say, exit_code, quiet, say_on_stderr
+from mdps.benchmarks.kit import Say, exit_code, last_words, quiet, say_on_stderr
 from mdps.runtime.atomic import write_bytes, write_text
 from mdps.runtime.errors import MdpsError, UsageError, require
 from mdps.runtime.machine import versions
@@ -67,7 +66,7 @@ class KitOptions:
     def __post_init__(self) -> None:
         require(self.part_size >= 1000, f"a part should hold at least 1 KB, not {self.part_size} bytes")
         for thing in self.things:  # before gigabytes of wheels are fetched
-            parsed(thing)
+            items.parsed(thing)
         require(
             re.fullmatch(r"3\.\d+", self.python) is not None, f"{self.python!r} is no version of Python such as 3.12"
         )
@@ -186,10 +185,7 @@ def _prepare(folder: Path, options: KitOptions) -> None:
     command = [sys.executable, "-m", "mdps.benchmarks.gpu_check.prepare", *options.things, "--work", str(folder)]
     done = subprocess.run([*command, *capability], stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise MdpsError(
-            f"the bundles cannot be made: {said[-1].removeprefix('error: ') if said else 'no reason given'}"
-        )
+        raise MdpsError(f"the bundles cannot be made: {last_words(done).removeprefix('error: ') or 'no reason given'}")
 
 
 def _files(staging: Path, with_torch: bool) -> list[Path]:
@@ -261,38 +257,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part-size", default="60MB", help="of each file [60MB]")
     parser.add_argument("--python", default=known.python, help=f"version there [{known.python}]")
     parser.add_argument("--platform", default=known.platform, help=f"of the wheels [{known.platform}]")
-    parser.add_argument("--extras", default=",".join(EXTRAS), help=f"of mdps, or none [{','.join(EXTRAS)}]")
+    parser.add_argument("--extras", type=_some, default=EXTRAS, help=f"of mdps, or none [{','.join(EXTRAS)}]")
     parser.add_argument(
-        "--libraries", default=" ".join(LIBRARIES),
+        "--libraries", type=lambda text: _some(text, None), default=LIBRARIES,
         help=f"other packages, between spaces, or none: CUDA's, which --extras none does not leave out "
         f"[{' '.join(LIBRARIES)}]",
     )  # fmt: skip
     parser.add_argument("--with-torch", action="store_true", help="torch and all that exports, some 3 GB")
     parser.add_argument(
-        "--things", default=",".join(THINGS), help=f"to prepare, between commas, or none: {items.THINGS}"
+        "--things", type=_some, default=THINGS, help=f"to prepare, between commas, or none: {items.THINGS}"
     )
-    parser.add_argument("--compute-capability", help="of the cards that plans are for [8.6,8.9,12.0]")
+    parser.add_argument(
+        "--compute-capability", dest="capabilities", help="of the cards that plans are for [8.6,8.9,12.0]"
+    )
     parser.add_argument("--find-links", type=Path, help="folder with wheels to take from")
     parser.add_argument("--no-index", action="store_true", help="take wheels from --find-links only")
-    parser.add_argument("--mdps-wheel", type=Path, help="wheel of mdps [built from this clone]")
-    given = parser.parse_args(argv)
+    parser.add_argument("--mdps-wheel", type=Path, dest="wheel", help="wheel of mdps [built from this clone]")
+    return exit_code(lambda: _run(**vars(parser.parse_args(argv))))
 
-    def some(text: str, between: str | None = ",") -> tuple[str, ...]:
-        return () if text == "none" else tuple(text.split(between))
 
-    def work() -> None:
-        options = KitOptions(
-            given.python, given.platform, some(given.extras), some(given.libraries, None), given.with_torch,
-            some(given.things), given.compute_capability, size_of(given.part_size), given.find_links, given.no_index,
-            given.mdps_wheel,
-        )  # fmt: skip
-        try:
-            manifest = make_kit(given.out, options, say_on_stderr)
-        except OSError as error:
-            raise MdpsError(f"{given.out} cannot be written: {error}") from error
-        print(f"wrote {given.out} in {len(manifest['parts'])} parts; there: sh {RUN}")
+def _some(text: str, between: str | None = ",") -> tuple[str, ...]:
+    return () if text == "none" else tuple(text.split(between))
 
-    return exit_code(work)
+
+def _run(out: Path, part_size: str, **given: Any) -> None:
+    options = KitOptions(part_size=size_of(part_size), **given)
+    try:
+        manifest = make_kit(out, options, say_on_stderr)
+    except OSError as error:
+        raise MdpsError(f"{out} cannot be written: {error}") from error
+    print(f"wrote {out} in {len(manifest['parts'])} parts; there: sh {RUN}")
 
 
 if __name__ == "__main__":

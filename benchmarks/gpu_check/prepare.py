@@ -290,24 +290,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--samples", type=_numbers(int), default=(1, 16))
     parser.add_argument("--max-batch", type=int, default=16)
-    parser.add_argument("--compute-capability", type=_numbers(str))
+    parser.add_argument("--compute-capability", type=_numbers(str), dest="capabilities")
     parser.add_argument("--authors-size", type=int, default=AUTHORS_SIZE, help="another side, for tests")
-    given = parser.parse_args(argv)
+    return exit_code(lambda: make_all(**vars(parser.parse_args(argv))))
 
-    def work() -> None:
-        maker = Maker(
-            Prepared(given.work), given.steps, given.samples, given.max_batch, given.compute_capability,
-            given.authors_size,
-        )  # fmt: skip
-        for thing in given.things:
-            parsed(thing)
-        for thing in given.things:
-            try:
-                maker.make(thing)
-            except OSError as error:
-                raise MdpsError(f"{thing} cannot be written: {error}") from error
 
-    return exit_code(work)
+def make_all(things: Sequence[str], work: Path, **options: Any) -> None:
+    """Make the things in the folder `work`; `options` are the other fields of `Maker`."""
+    maker = Maker(Prepared(work), **options)
+    for thing in things:
+        parsed(thing)
+    for thing in things:
+        try:
+            maker.make(thing)
+        except OSError as error:
+            raise MdpsError(f"{thing} cannot be written: {error}") from error
 
 
 def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -164,20 +164,25 @@ def facts() -> dict[str, Any]:
     return {"cards": found} | machine_facts() | {"versions": versions(*PACKAGES)}
 
 
-def write(rows: Sequence[Row], machine: dict[str, Any], out: Path, finished: bool) -> None:
+@dataclass(frozen=True)
+class Check(Fields):
+    """Rows of a check, and the machine they were measured on."""
+
+    finished: bool
+    machine: dict[str, Any]
+    rows: list[Row]
+
+
+def write(check: Check, out: Path) -> None:
     """Write gpu_check.json and gpu_check.md into the folder `out`, each whole or not at all."""
-    write_report(out, "gpu_check", to_json(rows, machine, finished), markdown(rows, machine, finished))
+    write_report(out, "gpu_check", check.to_json(), markdown(check))
 
 
-def to_json(rows: Sequence[Row], machine: dict[str, Any], finished: bool) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {"finished": finished, "machine": machine, "rows": [row.to_json() for row in rows]}
-
-
-def markdown(rows: Sequence[Row], machine: dict[str, Any], finished: bool = True) -> str:
+def markdown(check: Check) -> str:
     """The machine, latencies, parity stage by stage, and what was skipped or failed with the reasons."""
+    rows = check.rows
     ran = [row for row in rows if row.median_ms is not None]
-    parts = ["# mdps gpu-check" + ("" if finished else " (not finished)"), _heading(machine)]
+    parts = ["# mdps gpu-check" + ("" if check.finished else " (not finished)"), _heading(check.machine)]
     if ran:
         parts += ["## Latency", table(LATENCY, map(_latency, ran))]
     compared = [row for row in rows if row.findings]

@@ -22,8 +22,9 @@ from mdps.benchmarks.bench import Spec
 from mdps.benchmarks.bench.rounds import Measurement
 from mdps.benchmarks.gpu_check import Minutes, UsedMemory, Workshop, kit, report, run_check, skip_all
 from mdps.benchmarks.gpu_check.checked import STAGES, Finding, PlanRuns, Reference
-from mdps.benchmarks.gpu_check.items import Choice, Item, Prepared, on_card, on_processor, parsed
+from mdps.benchmarks.gpu_check.items import Item, Prepared, parsed, pieces
 from mdps.benchmarks.gpu_check.report import Row, measured_row, worst
+from mdps.benchmarks.options import CheckOptions
 from mdps.cli import cli
 from mdps.commands import terminal
 from mdps.runtime import cards
@@ -88,7 +89,9 @@ def test_what_is_prepared_is_used_again_and_other_settings_are_refused(
     changed = json.loads(manifest.read_text())
     changed["settings"]["sampler"]["first_pass"]["guidance_scale"] = 3.0
     manifest.write_text(json.dumps(changed))
-    item = next(one for one in on_processor(Prepared(work), Choice(("demo",))) if one.name.startswith("ONNX"))
+    item = next(
+        one for one in pieces(Prepared(work), CheckOptions(networks=("demo",)), False) if one.name.startswith("ONNX")
+    )
     row = Workshop(Prepared(work), rounds=1, threads=1)(item, 300.0, {})
     assert row.state == "skipped"
     assert "remove the work folder" in row.reason
@@ -100,7 +103,7 @@ def test_a_wrong_result_is_found_at_its_stage(checked: tuple[dict[str, Any], Pat
     Reference({**right.arrays, "plain_step.eps": right["plain_step.eps"] + 0.01}, right.about).save(
         work.reference("demo")
     )
-    item = next(one for one in on_processor(work, Choice(("demo",))) if one.name.startswith("ONNX"))
+    item = next(one for one in pieces(work, CheckOptions(networks=("demo",)), False) if one.name.startswith("ONNX"))
     row = Workshop(work, rounds=1, threads=1)(item, 300.0, {})
     assert (row.state, row.agrees) == ("ran", False)
     assert [one.output for one in row.findings if not one.agrees] == ["plain_step.eps"]
@@ -227,10 +230,10 @@ def test_a_piece_that_is_cut_short_by_the_minutes_knows() -> None:
 def test_half_precision_alone_needs_no_bundle_of_the_other_where_the_oracle_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choice = Choice(("demo",), ("fp16",))
+    options = CheckOptions(networks=("demo",), precisions=("fp16",))
 
     def prepared() -> list[str]:
-        found = [one for one in on_card(Prepared(tmp_path), choice) if "plans" in one.name or one.thing]
+        found = [one for one in pieces(Prepared(tmp_path), options, True) if "plans" in one.name or one.thing]
         first = next(index for index, one in enumerate(found) if not one.thing)
         return [one.thing for one in found[:first]]
 
@@ -240,7 +243,7 @@ def test_half_precision_alone_needs_no_bundle_of_the_other_where_the_oracle_was_
 
 
 def test_a_thing_is_prepared_before_the_first_that_needs_it(tmp_path: Path) -> None:
-    rows, _ = checks(on_card(Prepared(tmp_path), Choice()), minutes=600)
+    rows, _ = checks(pieces(Prepared(tmp_path), CheckOptions(), True), minutes=600)
     names = [row.name for row in rows]
     assert len(set(names)) == len(names)
     assert names.index("prepare demo:oracle") < names.index("TensorRT-RTX plans, demo fp32 N_s 1")
@@ -267,7 +270,7 @@ def test_a_backend_that_cannot_be_loaded_is_tried_once() -> None:
 
 def test_all_of_a_card_fits_into_six_minutes_where_it_was_prepared(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(Prepared, "has", lambda self, thing: True)
-    rows, _ = checks(on_card(Prepared(tmp_path), Choice()))
+    rows, _ = checks(pieces(Prepared(tmp_path), CheckOptions(), True))
     done = {row.name for row in rows if row.state == "ran"}
     for name in ("TensorRT-RTX plans", "TensorRT plans", "ONNX Runtime, CUDA", "ONNX Runtime, TensorRT"):
         assert f"{name}, authors fp16 N_s 1" in done
@@ -357,7 +360,7 @@ def test_a_row_has_percentiles_findings_and_no_rate_without_a_reference() -> Non
     assert (row.state, row.median_ms, row.runs, row.agrees) == ("ran", 2.0, 3, False)
     assert row.p99_ms == pytest.approx(np.percentile([1, 2, 3], 99))
     assert row.share is None
-    text = report.markdown([row, Row("b", "skipped", "no card"), Row("c", "skipped", "no card")], MACHINE)
+    text = report.markdown(report.Check(True, MACHINE, [row, *(Row(name, "skipped", "no card") for name in "bc")]))
     assert "DISAGREES" in text
     assert "| **3** |" in text
     assert "- b; c: no card" in text
@@ -387,7 +390,7 @@ def test_targets_are_beside_the_fastest_that_agrees() -> None:
         Row(name, "ran", network="authors", precision="fp16", samples=1, median_ms=ms, agrees=agrees)
         for name, ms, agrees in (("wrong", 10.0, False), ("plans", 40.0, True), ("torch", 20.0, True))
     ]
-    assert "N_s 1: 40 ms (plans); 60 ms on an H100 met" in report.markdown(rows, MACHINE)
+    assert "N_s 1: 40 ms (plans); 60 ms on an H100 met" in report.markdown(report.Check(True, MACHINE, rows))
 
 
 def test_memory_of_a_card_is_what_it_grew_by(monkeypatch: pytest.MonkeyPatch) -> None:
