@@ -43,9 +43,7 @@ class DemoResult(Fields):
 def run_demo(out: Path, *, threads: int | None = None, say: Say = quiet) -> DemoResult:
     """Runs all of it in the folder `out`, which then holds the bundle, the images, the results and `report.html`.
 
-    Raises:
-        UsageError: `out` holds something else; folders in it would be replaced.
-        MdpsError: the checkpoint is missing, or `out` cannot be written.
+    UsageError where `out` holds something else, as folders in it would be replaced; MdpsError where it is not writable.
     """
     _refuse_foreign(out)
     textures = TextureSet(PHOTO)

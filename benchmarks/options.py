@@ -24,9 +24,7 @@ DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
 class ReproduceOptions:
     """Choices of a reproduction; None leaves one to the table.
 
-    `samples` (N_s), `methods` (other detectors on our denoiser), `peers` (of anomalib), `scales` (rho); `choices` are
-    options of `mdps export` by name. `largest` as in `evaluate`. `peer_minutes`, `textures` and `device` as in
-    `PeerOptions`. `command` is recorded.
+    `choices` are options of `mdps export` by name; `every` and `largest` as in `evaluate`. `command` is recorded.
     """
 
     table: str
@@ -77,24 +75,18 @@ class ReproduceOptions:
 class SweepOptions:
     """Settings to try; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image.
 
-    `choices` are options of `mdps export` by name, without those that the sweep varies. `finalists`: how many of the
-    best weightings get a masked pass for each lambda.
+    `choices` are options of `mdps export` by name, without those that the sweep varies.
     """
 
     scales: Annotated[tuple[float, ...], Option("Guidance scales.", low=0, flag="--rho", example="20,100")] = (
         20.0, 50.0, 100.0, 200.0,
     )  # fmt: skip
     etas: Annotated[tuple[float, ...], Option("Weights of the pixel term.", low=0, flag="--eta", example="0.3,1")] = (
-        0.1,
-        0.3,
-        1.0,
-        2.0,
-    )
+        0.1, 0.3, 1.0, 2.0,
+    )  # fmt: skip
     lambdas: Annotated[tuple[float, ...], Option("Of the mask.", low=0, flag="--lambda", example="0.1,0.25")] = (
-        0.05,
-        0.1,
-        0.25,
-    )
+        0.05, 0.1, 0.25,
+    )  # fmt: skip
     smoothings: Annotated[
         tuple[float, ...],
         Option("Sigma of the map's blur in pixels of a 64 x 64 image.", low=0, flag="--smoothing", example="0,1"),
@@ -116,12 +108,7 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class TradeOptions:
-    """Ways to compare. `steps`: N of each gradient, the largest is the reference's.
-
-    `free_scale`, `ddad_scale`: guidance scales of those gradients (None: the bundle's own for the first). `precisions`
-    of `PRECISIONS`; `exits`: early exits. `calibration`: good images that show the int8 ranges, and which images may
-    exit. `rounds`: times each way is timed. `choices` are options of `mdps export` by name. The rest as in `reproduce`.
-    """
+    """Ways to compare. `steps`: N of each gradient, the largest is the reference's. The rest as in `reproduce`."""
 
     steps: Annotated[tuple[int, ...], Option("Numbers of steps N.", low=1, example="3,5,10")] = (3, 5, 10)
     free_scale: Annotated[
@@ -147,8 +134,7 @@ class TradeOptions:
 
     def __post_init__(self) -> None:
         require(len(set(self.steps)) >= 2, "the study needs at least two numbers of --steps: time is a line over them")
-        require(min(self.steps) >= 1, "a pass needs at least one step")
-        require(self.rounds >= 1 and self.calibration >= 1, "rounds and calibration images should be at least 1")
+        check_ranges(self)
         for share in self.exits:
             require(share in EXIT_SHARES, f"an early exit is a multiple of 0.05 from 0.05 to 0.95, not {share:g}")
         for name in self.precisions:
@@ -157,14 +143,7 @@ class TradeOptions:
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """How the detectors are fitted. UsageError for values that mean nothing.
-
-    `size` (H, W) is what pictures are resized to. `backbone` is the feature network of those that take one, with
-    weights from the file `backbone_weights`, a package or timm's cache. `minutes` and `steps` end iterative fits
-    before their published length; None is no limit. `coreset` is the share of patches PatchCore keeps. `textures`
-    (folder of pictures) is what DRAEM pastes; `teacher` (file) and `imagenette` (folder) are what EfficientAD needs.
-    `device` is auto, cpu, cuda or cuda:N.
-    """
+    """How the detectors are fitted to pictures resized to `size` (H, W). UsageError for values that mean nothing."""
 
     size: tuple[int, int]
     backbone: Annotated[str, Option("Feature network of those that take one.")] = "efficientnet_lite0"
@@ -184,9 +163,7 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         require(min(self.size) >= 32, f"image size {self.size} is too small for these networks: give at least 32")
-        require(self.minutes is None or self.minutes > 0, f"minutes should be above 0, not {self.minutes}")
-        require(self.steps is None or self.steps > 0, f"steps should be above 0, not {self.steps}")
-        require(0 < self.coreset <= 1, f"coreset should lie above 0 and at most at 1, not {self.coreset}")
+        check_ranges(self)
         require(
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"there is no device {self.device!r}: use auto, cpu, cuda or cuda:N",
@@ -197,12 +174,7 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Extent of a check: at most `minutes`; prepared things lie in `work`, or in `work` below the results.
-
-    `device` is a card as in `find`; with `cpu` the engines of the processor are checked. `samples` (N_s) is measured
-    besides 1, `steps` of each pass, each engine at most `rounds` times. `matrix_side` is of the rates' products,
-    `authors_size` the side of that network's images. Raises UsageError for a name that is not known.
-    """
+    """Extent of a check. UsageError for a name that is not known."""
 
     minutes: Annotated[float, Option("At most.", low=0, above=True)] = 6.0
     work: Annotated[

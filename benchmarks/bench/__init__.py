@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,11 +54,6 @@ class Spec(Fields):
     matrix_side: int = 2048
     reference: str | None = None
     max_batch: int = 8
-
-    @classmethod
-    def from_json(cls, obj: dict[str, Any]) -> Self:
-        """Inverse of `to_json`."""
-        return cls(**obj)
 
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from mdps.benchmarks.bench.report import Bench, Cost, Row, Yardstick, baseline, 
 from mdps.benchmarks.bench.rounds import Measurement, measure
 from mdps.benchmarks.kit import Say, measured_with, quiet
 from mdps.runtime.cards import cards, find
-from mdps.runtime.engines import DEFAULT, ENGINES, Engine
+from mdps.runtime.engines import DEFAULT, ENGINES
 from mdps.runtime.errors import MdpsError, UsageError, require
 from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import FileEntry, Manifest
-from mdps.runtime.option import Option
+from mdps.runtime.option import Option, check_ranges
 
 WAYS = {
     "authors": "torch, as the authors wrote it",
@@ -25,16 +25,14 @@ WAYS = {
     "compile": "torch.compile, one forward a step",
 }
 METHOD_NAMES = {"anoddpm": "AnoDDPM", "autoddpm": "AutoDDPM"}
+TIMED = [engine for engine in ENGINES if engine.reads in ("onnx", "own")]
+PLANNED = [engine.name for engine in ENGINES if engine.reads == "plans"]
 PEER_NAMES = {"patchcore": "PatchCore", "draem": "DRAEM", "padim": "PaDiM", "efficientad": "EfficientAD"}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Who takes part and how long. `batches` and `samples` are swept on our engines, 1 apart, which all measure.
-
-    `methods` are other detectors on our runtime, `sizes` sides of images that ours is exported for as well: both are
-    made from the checkpoint. `one_file`: the bundle as detector.onnx in plain ONNX Runtime as well.
-    """
+    """Who takes part and how long. `batches` and `samples` are swept on our engines, 1 apart, which all measure."""
 
     ckpt: Annotated[Path | None, Option("The bundle's checkpoint, for torch [default: beside the bundle].")] = None
     engines: Annotated[
@@ -88,14 +86,13 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for kind, given, known in (
-            ("engine", self.engines or (), [engine.name for engine in _timed()]), ("torch way", self.ways, WAYS),
+            ("engine", self.engines or (), [engine.name for engine in TIMED]), ("torch way", self.ways, WAYS),
             ("method", self.methods, METHOD_NAMES), ("peer", self.peers, PEER_NAMES),
         ):  # fmt: skip
             for name in given:
-                plans = " (`mdps gpu-check` measures engine plans)" if name in _of_plans() else ""
+                plans = " (`mdps gpu-check` measures engine plans)" if name in PLANNED else ""
                 require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}{plans}")
-        require(self.rounds >= 1 and self.warm_up >= 0, "rounds should be at least 1 and warm-up at least 0")
-        require(min((1, *self.batches, *self.samples, *self.sizes)) >= 1, "batches, N_s and sizes should be 1 or more")
+        check_ranges(self)
         for folder in (self.good, self.backbone_weights):
             require(folder is None or folder.exists(), f"there is no {folder}: check the path")
 
@@ -103,15 +100,7 @@ class BenchOptions:
     def ours(self) -> tuple[str, ...]:
         """The engines asked for, or all of where it runs that need no plans."""
         on_card = self.device != "cpu"
-        return tuple(one.name for one in _timed() if one.on_card == on_card) if self.engines is None else self.engines
-
-
-def _timed() -> list[Engine]:
-    return [engine for engine in ENGINES if engine.reads in ("onnx", "own")]
-
-
-def _of_plans() -> list[str]:
-    return [engine.name for engine in ENGINES if engine.reads == "plans"]
+        return tuple(one.name for one in TIMED if one.on_card == on_card) if self.engines is None else self.engines
 
 
 class Variations:
@@ -121,15 +110,11 @@ class Variations:
         self._manifest, self._ckpt, self._weights, self._folder, self._say = manifest, ckpt, weights, folder, say
         self._made: dict[str | int | Path, Path | SkippedError] = {}
 
-    def bundle(self, what: str | int) -> Path:
-        """The bundle of a method by its name, or at a side of the image; SkippedError says why there is none."""
-        return self._kept(what)
+    def get(self, what: str | int | Path) -> Path:
+        """Return a bundle, of a method by its name or at a side of the image, or a calibrated bundle as one ONNX file.
 
-    def one_file(self, bundle: Path) -> Path:
-        """That calibrated bundle as one ONNX file; SkippedError says why there is none."""
-        return self._kept(bundle)
-
-    def _kept(self, what: str | int | Path) -> Path:
+        SkippedError says why there is none.
+        """
         if what not in self._made:
             self._made[what] = self._make(what)
         found = self._made[what]
@@ -164,10 +149,9 @@ def _run(
     bundle: Path, manifest: Manifest, options: BenchOptions, ckpt: Path | None, variations: Variations, say: Say
 ) -> Bench:
     rate, *specs = _specs(bundle, options, ckpt)
-    methods, absent = _methods(rate, options, variations)
-    files, no_file = _one_file(rate, options, variations)
+    exported, absent = _exported(rate, options, variations)
     machine = measured_with(manifest)
-    first, *others = _measure([rate, *specs, *files, *methods], options, say)
+    first, *others = _measure([rate, *specs, *exported], options, say)
     ours, samples = baseline(others), manifest.settings.sampler.samples
     yardstick = Yardstick(
         cost=Cost.of(manifest, first.facts.get("forward_flop")),
@@ -177,34 +161,29 @@ def _run(
         matrix_rate=matrix_rate(first),
         image_size=manifest.preprocessing.network_size,
     )
-    rows = [_row(one, yardstick, bundle) for one in [*others, *no_file, *absent]]
+    rows = [_row(one, yardstick, bundle) for one in [*others, *absent]]
     ran = [one for one in others if one.spec.kind == "ours" and one.ms]
     rows += _sweep(ran, yardstick, options, say) + _sizes(ran, yardstick, options, variations, say)
     return Bench(rows, machine | _measured(first, yardstick, ours, options))
 
 
-def _methods(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
-    """The methods that could be exported, and the others with the reason."""
+def _exported(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
+    """The one file and the methods that could be exported, and those that could not with the reason."""
     ready, absent = [], []
     engine = next(iter(options.ours), DEFAULT)
+    wanted: list[tuple[Spec, str, str | Path]] = []
+    if options.one_file:
+        wanted.append((replace(common, name="mdps, one file", kind="file"), "variant", Path(common.bundle)))
     for name in options.methods:
         spec = replace(common, name=f"{METHOD_NAMES[name]}, our runtime", kind="method", variant=engine)
+        wanted.append((spec, "bundle", name))
+    for spec, place, what in wanted:
         try:
-            ready.append(replace(spec, bundle=str(variations.bundle(name))))
+            made: dict[str, Any] = {place: str(variations.get(what))}
+            ready.append(replace(spec, **made))
         except SkippedError as reason:
             absent.append(Measurement(spec, skipped=str(reason)))
     return ready, absent
-
-
-def _one_file(common: Spec, options: BenchOptions, variations: Variations) -> tuple[list[Spec], list[Measurement]]:
-    """The one-file detector where it was asked for: ready, or absent with the reason."""
-    if not options.one_file:
-        return [], []
-    spec = replace(common, name="mdps, one file", kind="file")
-    try:
-        return [replace(spec, variant=str(variations.one_file(Path(common.bundle))))], []
-    except SkippedError as reason:
-        return [], [Measurement(spec, skipped=str(reason))]
 
 
 def _row(one: Measurement, yardstick: Yardstick, bundle: Path, single: Measurement | None = None) -> Row:
@@ -267,13 +246,9 @@ def _sweep(ran: Sequence[Measurement], yardstick: Yardstick, options: BenchOptio
     """Each point in rounds of its own with the same engine's single image: at most two processes hold memory."""
     rows = []
     for one in ran:
-        points = [
-            replace(one.spec, name=f"{one.spec.name}, batch {count}", batch=count)
-            for count in options.batches if count > 1
-        ] + [
-            replace(one.spec, name=f"{one.spec.name}, N_s = {count}", samples=count)
-            for count in options.samples if count > 1
-        ]  # fmt: skip
+        name, batches, samples = one.spec.name, options.batches, options.samples
+        points = [replace(one.spec, name=f"{name}, batch {count}", batch=count) for count in batches if count > 1]
+        points += [replace(one.spec, name=f"{name}, N_s = {count}", samples=count) for count in samples if count > 1]
         for point in points:
             alone = replace(one.spec, samples=1 if point.samples else None)
             single, many = _measure([alone, point], options, say)
@@ -290,7 +265,7 @@ def _sizes(
         for side in options.sizes:
             point = replace(one.spec, name=f"{one.spec.name}, {side} x {side}")
             try:
-                point = replace(point, bundle=str(variations.bundle(side)))
+                point = replace(point, bundle=str(variations.get(side)))
             except SkippedError as reason:
                 rows.append(yardstick.row(Measurement(point, skipped=str(reason))))
                 continue

@@ -93,7 +93,7 @@ def main() -> None:
     """Serves this process's stdin; what libraries print goes to stderr, so that answers stay alone on stdout."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(Worker(Spec.from_json(json.loads(sys.argv[1]))), sys.stdin, answers)
+    serve(Worker(Spec(**json.loads(sys.argv[1]))), sys.stdin, answers)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mdps.benchmarks.data.samples import Category, Sample, enlarged, truth_in_box
 from mdps.benchmarks.evaluate.gallery import Example, Gallery
-from mdps.benchmarks.evaluate.predictions import DetailedPredictor, Prediction, Predictor, covered_box, predictions_of
+from mdps.benchmarks.evaluate.predictions import DetailedPredictor, Judge, Prediction, covered_box, predictions_of
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation, ScoredImage, by_defect_type
 from mdps.benchmarks.metrics import auroc, average_precision, f1_max
 from mdps.benchmarks.metrics.pixels import PixelCounts, PixelMetrics
@@ -31,7 +31,7 @@ _PIXEL: Mapping[str, Callable[[PixelMetrics], float]] = {
 
 
 def evaluate(
-    predictor: Predictor, category: Category, *, out: Path | None = None, largest: int | None = 256, every: int = 1
+    predictor: Judge, category: Category, *, out: Path | None = None, largest: int | None = 256, every: int = 1
 ) -> Evaluation:
     """Judge every `every`-th test image of `category` and measure; with `out` write results, plots and a report there.
 
@@ -63,7 +63,7 @@ def evaluate(
 class _Tally:
     """Adds up image after image in constant memory, but for the rows."""
 
-    def __init__(self, predictor: Predictor, category: Category, largest: int | None) -> None:
+    def __init__(self, predictor: Judge, category: Category, largest: int | None) -> None:
         self._predictor, self._category, self._largest = predictor, category, largest
         self._pixels, self._counts, self.gallery = PixelMetrics(), PixelCounts(), Gallery()
         self._rows: list[ScoredImage] = []

@@ -107,16 +107,6 @@ class BundlePredictor:
             f"{self.settings.sampler.early_exit:g}): their scores are the first pass's, so that ranks mix two scores",
         )
 
-    @property
-    def crop(self) -> Box | None:
-        """In shares of the picture, or None for all of it; with a region of interest only `covered` knows."""
-        shown = self._shown()
-        if shown.roi is not None or shown.crop == "none":
-            return None
-        height, width = shown.image_size
-        left, top, right, bottom = shown.covered_box((width, height))
-        return (left / width, top / height, right / width, bottom / height)
-
     def covered(self, size: tuple[int, int]) -> Box:
         """The box in pixels of an upright picture of `size` (W, H) that a map shows; ImageError where there is none."""
         return self._shown().covered_box(size)
@@ -135,7 +125,7 @@ class BundlePredictor:
         }
 
     def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
-        """Score and map of each picture in order, as a `Predictor`; ImageError at one that cannot be judged."""
+        """Score and map of each picture in order; ImageError at one that cannot be judged."""
         for prediction in self.predictions(paths):
             if isinstance(prediction, str):
                 raise ImageError(prediction)

@@ -14,8 +14,8 @@ from mdps.runtime.errors import ImageError, MdpsError, UsageError
 from mdps.runtime.preprocessing import read_image
 
 
-class Predictor(Protocol):
-    """Anything that scores pictures: a bundle, or a detector of another library."""
+class Named(Protocol):
+    """Who judges."""
 
     @property
     def name(self) -> str:
@@ -24,6 +24,10 @@ class Predictor(Protocol):
     @property
     def provenance(self) -> Mapping[str, object]:
         """The facts a stored result should carry: hashes, settings, seed, versions."""
+
+
+class Predictor(Named, Protocol):
+    """Anything that scores pictures, such as a detector of another library."""
 
     @property
     def crop(self) -> Box | None:
@@ -48,7 +52,7 @@ class Prediction:
 
 
 @runtime_checkable
-class DetailedPredictor(Protocol):
+class DetailedPredictor(Named, Protocol):
     """A predictor that itself answers for broken pictures, knows its time a picture, and may have a threshold."""
 
     @property
@@ -66,7 +70,10 @@ class DetailedPredictor(Protocol):
         """A prediction for each picture in order, or the sentence that says why there is none."""
 
 
-def predictions_of(predictor: Predictor, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+Judge = Predictor | DetailedPredictor
+
+
+def predictions_of(predictor: Judge, paths: Sequence[Path]) -> Iterator[Prediction | str]:
     """A prediction for each of `paths` in order, or the sentence that says why the picture could not be judged.
 
     UsageErrors are raised: they would be the same for every picture.
@@ -127,7 +134,7 @@ def _timed(predictor: Predictor, paths: Sequence[Path]) -> Iterator[Prediction]:
         yield Prediction(float(score), np.asarray(anomaly_map, np.float32), (time.perf_counter() - start) * 1000)
 
 
-def covered_box(predictor: Predictor, size: tuple[int, int]) -> Box:
+def covered_box(predictor: Judge, size: tuple[int, int]) -> Box:
     """The box in pixels of an upright picture of `size` (W, H) that the predictor's maps show."""
     if isinstance(predictor, DetailedPredictor):
         return predictor.covered(size)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from mdps import __version__
 from mdps.benchmarks.evaluate.gallery import Example, Gallery, picture
-from mdps.benchmarks.evaluate.predictions import Predictor, covered_box
+from mdps.benchmarks.evaluate.predictions import Judge, covered_box
 from mdps.benchmarks.evaluate.results import HEADS, METRICS, Evaluation, ScoredImage, finite, mean_metrics
 from mdps.benchmarks.kit import figure_png, table
 from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
@@ -49,22 +49,20 @@ def render(
 
 
 def _metrics(sections: Sequence[tuple[Evaluation, Path]], mean: Mapping[str, float | None] | None) -> str:
-    heads = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("category", "images", *METRICS))
-    lines = [_line(one.category, str(one.images), one.metrics) for one, _ in sections]
+    lines = [_line(one.category, one.images, one.metrics) for one, _ in sections]
     if mean is not None:
-        lines.append(_line("mean", str(sum(one.images for one, _ in sections)), mean))
-    return f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        lines.append(_line("mean", sum(one.images for one, _ in sections), mean))
+    return _table([name.replace("_", " ") for name in ("category", "images", *METRICS)], lines)
 
 
-def _line(name: str, images: str, metrics: Mapping[str, float | None]) -> str:
-    cells = "".join(f"<td>{_number(name, metrics[name])}</td>" for name in METRICS)
-    return f"<tr><td>{plain_text(name)}</td><td>{images}</td>{cells}</tr>"
+def _line(name: str, images: int, metrics: Mapping[str, float | None]) -> list[str]:
+    return [name, str(images), *(cell or "undefined" for cell in metric_cells(metrics))]
 
 
-def _number(name: str, value: float | None) -> str:
-    if value is None or finite(value) is None:
-        return "undefined"
-    return f"{value:.1f}" if name.startswith("ms") else f"{value:.4f}"
+def _table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{plain_text(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    return f'<table class="metrics"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
@@ -78,10 +76,7 @@ def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
     if evaluation.problems:
         yield f"<ul>{''.join(f'<li>{plain_text(problem)}</li>' for problem in evaluation.problems)}</ul>"
     if evaluation.defect_types:
-        heads = "".join(f"<th>{head}</th>" for head in HEADS)
-        lines = ("".join(f"<td>{plain_text(cell)}</td>" for cell in found.cells()) for found in evaluation.defect_types)
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        yield f'<table class="metrics"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+        yield _table(HEADS, (found.cells() for found in evaluation.defect_types))
     for name in ("scores.png", "roc.png"):
         if (folder / name).is_file():
             yield f"<figure>{embedded((folder / name).read_bytes(), 'png', name)}</figure>"
@@ -229,7 +224,7 @@ def check_folder(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def write_evaluation(evaluation: Evaluation, gallery: Gallery, predictor: Predictor, out: Path) -> None:
+def write_evaluation(evaluation: Evaluation, gallery: Gallery, predictor: Judge, out: Path) -> None:
     """Everything of one category into the folder `out`, each file whole or not at all.
 
     results.json (with a row an image), results.md, report.html (self-contained), roc.png, scores.png, counts.npz (what
@@ -277,14 +272,9 @@ def _write_plots(
     lines: Sequence[tuple[str, float]],
     out: Path,
 ) -> None:
-    curves = (
-        [(f"images, {evaluation.metrics['image_auroc']:.4f}", image_curve(labels, scores))]
-        if len(set(labels)) == 2
-        else []
-    )
-    pixels = evaluation.counts.curve()
-    if pixels is not None:
-        curves.append((f"pixels, {evaluation.metrics['pixel_auroc']:.4f}", pixels))
+    images = image_curve(labels, scores) if len(set(labels)) == 2 else None
+    found = (("images", "image_auroc", images), ("pixels", "pixel_auroc", evaluation.counts.curve()))
+    curves = [(f"{name}, {evaluation.metrics[key]:.4f}", curve) for name, key, curve in found if curve is not None]
     if curves:
         write_bytes(out / ROC, roc_plot(curves))
     else:
@@ -293,7 +283,7 @@ def _write_plots(
     write_bytes(out / SCORES, scores_plot(good, bad, lines, evaluation.category))
 
 
-def _write_pictures(gallery: Gallery, threshold: float, predictor: Predictor, out: Path) -> None:
+def _write_pictures(gallery: Gallery, threshold: float, predictor: Judge, out: Path) -> None:
     heat = gallery.heat_range()
     for name, examples in ((BEST, gallery.best(threshold)), (WORST, gallery.worst(threshold))):
         with new_folder(out / name, replace=True) as folder:
@@ -307,5 +297,5 @@ def _caption(example: Example, threshold: float) -> str:
     return f"{example.kind}_{example.path.stem}_score_{example.prediction.score:.4g}_{verdict}"
 
 
-def _strip(example: Example, predictor: Predictor, heat: HeatRange) -> bytes:
+def _strip(example: Example, predictor: Judge, heat: HeatRange) -> bytes:
     return png(picture(example, covered_box(predictor, read_image(example.path).size), heat))

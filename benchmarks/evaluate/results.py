@@ -125,10 +125,7 @@ def by_defect_type(
 
 
 def _one(
-    kind: str,
-    judged: Sequence[tuple[str, bool, float]],
-    counts: PixelCounts,
-    counted: Sequence[tuple[str, bool]],
+    kind: str, judged: Sequence[tuple[str, bool, float]], counts: PixelCounts, counted: Sequence[tuple[str, bool]]
 ) -> DefectTypeMetrics:
     own = [(defective, score) for name, defective, score in judged if name == kind or not defective]
     labels, scores = [label for label, _ in own], [score for _, score in own]

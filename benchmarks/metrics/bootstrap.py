@@ -69,8 +69,7 @@ def bootstrap_difference(
 ) -> Interval:
     """The metric of `a` minus that of `b` (`PixelCounts` or `ImageScores` of the same images in the same order).
 
-    Raises:
-        UsageError: the two differ in which images are defective, or a kind of images is missing.
+    UsageError where the two differ in which images are defective, or a kind of images is missing.
     """
     if not np.array_equal(a.defective, b.defective):
         sizes = [f"{len(each.defective)} images, {np.count_nonzero(each.defective)} defective" for each in (a, b)]

@@ -97,11 +97,7 @@ class PixelCounts:
         return float(self.aurocs(given[None])[0])
 
     def aurocs(self, weights: ArrayLike) -> NDArray[np.float64]:
-        """The same for many weightings at once: weights [r, n] to AUROC [r].
-
-        Raises:
-            UsageError: `weights` has another shape, or one below 0.
-        """
+        """The same for many weightings at once: [r, n] to [r]; UsageError for another shape, or a weight below 0."""
         given = np.asarray(weights, dtype=np.float64)
         if given.ndim != 2 or given.shape[1] != len(self) or (given < 0).any():
             raise UsageError(f"weights should be [resamples, {len(self)} images] and not negative, not {given.shape}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from mdps.benchmarks.options import PeerOptions
 from mdps.runtime.errors import UsageError
-from mdps.runtime.errors import require as require
 
 
 class PeerSkippedError(UsageError):

@@ -24,7 +24,7 @@ from mdps.benchmarks.data.textures import PHOTOS, as_rgb, photograph
 from mdps.benchmarks.options import PeerOptions
 from mdps.benchmarks.peers import PEERS, Recipe, settings_of
 from mdps.models.backbones import LITE0, load_backbone
-from mdps.models.checkpoints.files import read_file, sha256_of
+from mdps.models.checkpoints.files import read_file
 from mdps.models.checkpoints.report import naming
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Preprocessing
@@ -95,9 +95,6 @@ def write_textures(folder: Path) -> None:
             Image.fromarray(part).save(folder / f"{name}_{index}.png")
 
 
-__all__ = ["layer_names", "local_backbone", "read_teacher", "sha256_of", "timm_name"]
-
-
 def timm_name(backbone: str) -> str:
     """Return the name of a backbone of ours in timm and anomalib."""
     return "tf_efficientnet_lite0" if backbone == LITE0 else backbone
@@ -160,7 +157,6 @@ def build(name: str, options: PeerOptions, scratch: Path) -> tuple[Any, dict[str
             settings["layers"] = layers
         facts |= {"backbone": options.backbone, "layers": layers}
     import anomalib.models
-    import torch
 
     kind = getattr(anomalib.models, recipe.model)
     torch.manual_seed(options.seed)  # PaDiM draws its channels here

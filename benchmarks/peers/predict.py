@@ -26,6 +26,7 @@ from mdps.benchmarks.peers import PEERS, PeerSkippedError, settings_of
 from mdps.runtime.atomic import new_folder, write_text
 from mdps.runtime.errors import ImageError, UsageError, require
 from mdps.runtime.machine import versions
+from mdps.runtime.manifest import FileEntry
 from mdps.runtime.preprocessing import Preprocessing, read_image
 
 
@@ -46,7 +47,6 @@ class PeerPredictor:
     Maps are float32 [h, w] in the size the pictures were resized to.
     """
 
-    crop: Box | None = None
     threshold: float | None = None
 
     def __init__(self, name: str, module: Any, options: PeerOptions, provenance: Mapping[str, Any]) -> None:
@@ -126,8 +126,6 @@ def _settled(options: PeerOptions) -> PeerOptions:
 
 def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any]:
     """All that a fit depends on. PeerSkippedError as from `settings_of`."""
-    from mdps.benchmarks.peers.fitting import sha256_of
-
     files = [path for path in (options.backbone_weights, options.teacher) if path is not None and path.is_file()]
     recipe = PEERS[name]
     return {
@@ -137,7 +135,7 @@ def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any
         "validation_sha256": _digest(category.validation),
         "image_size": list(options.size),
         "backbone": options.backbone if recipe.stages else None,
-        "files": [sha256_of(path) for path in files],
+        "files": [FileEntry.of(path).sha256 for path in files],
         "settings": settings_of(name, options),
         "budget_minutes": options.minutes if recipe.iterative else None,
         "budget_steps": options.steps if recipe.iterative else None,
@@ -150,15 +148,13 @@ def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any
 
 def _digest(paths: Sequence[Path]) -> str:
     """Of the files' bytes in their order."""
-    from mdps.benchmarks.peers.fitting import sha256_of
-
-    return hashlib.sha256("".join(sha256_of(path) for path in paths).encode()).hexdigest()
+    return hashlib.sha256("".join(FileEntry.of(path).sha256 for path in paths).encode()).hexdigest()
 
 
 def _fit(name: str, category: Split, options: PeerOptions, identity: Mapping[str, Any], folder: Path) -> None:
     import torch
 
-    from mdps.benchmarks.peers.fitting import build, fit, quiet, sha256_of
+    from mdps.benchmarks.peers.fitting import build, fit, quiet
 
     require(bool(category.train), f"{category.name} has no training images: {name} cannot be fitted")
     scratch = folder.with_name(f"{folder.name}.unfinished")
@@ -168,10 +164,8 @@ def _fit(name: str, category: Split, options: PeerOptions, identity: Mapping[str
         facts |= fit(name, module, category.train, category.validation, options, scratch)
     with new_folder(folder, replace=True) as new:
         torch.save(module.state_dict(), new / "fitted.pt")
-        facts |= {
-            "fitted_sha256": sha256_of(new / "fitted.pt"),
-            "versions": versions("anomalib", "lightning", "torch", "timm"),
-        }
+        facts["fitted_sha256"] = FileEntry.of(new / "fitted.pt").sha256
+        facts["versions"] = versions("anomalib", "lightning", "torch", "timm")
         write_text(new / "fitted.json", json.dumps({**identity, **facts}, indent=1) + "\n")
     shutil.rmtree(scratch)
 

@@ -26,8 +26,6 @@ from mdps.benchmarks.reproduce.tables import (
 from mdps.benchmarks.study import LAST, Bundles, Runner, Variant, plain_name
 from mdps.benchmarks.study.outcomes import Outcome
 from mdps.runtime.atomic import new_folder
-from mdps.runtime.atomic import write_bytes as write_bytes
-from mdps.runtime.atomic import write_text as write_text
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.manifest import Manifest
 
@@ -44,15 +42,8 @@ def checkpoint_of(ckpt: Path, category: str) -> Path | None:
     """
     if not ckpt.exists():
         raise UsageError(f"there is no checkpoint or folder of checkpoints {ckpt}: give --ckpt what `mdps train` left")
-    if ckpt.is_file() or _is_diffusers(ckpt):
-        return ckpt
-    if (ckpt / _RUN_FILE).is_file():
-        return ckpt / _RUN_FILE
-    return next((path for path in map(_checkpoint, _of_category(ckpt, category)) if path is not None), None)
-
-
-def _is_diffusers(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or (folder / "model_index.json").is_file()
+    alone = ckpt if ckpt.is_file() else _checkpoint(ckpt)
+    return alone or next(filter(None, map(_checkpoint, _of_category(ckpt, category))), None)
 
 
 def _of_category(folder: Path, category: str) -> list[Path]:
@@ -68,7 +59,7 @@ def _stem(path: Path) -> str:
 def _checkpoint(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix in _SUFFIXES else None
-    if _is_diffusers(path):
+    if (path / "config.json").is_file() or (path / "model_index.json").is_file():  # a diffusers model
         return path
     return path / _RUN_FILE if (path / _RUN_FILE).is_file() else None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,8 +85,8 @@ def published_rows(
         for method in cells:
             if (category, method) not in measured:
                 absent = category not in at_hand if category != AVERAGE else method in ran
-                reason = ABSENT if absent else reason_for(method, reasons)
-                found.append(_published(paper, category, method, reason))
+                reason, numbers = ABSENT if absent else _reason(method, reasons), paper.published(category, method)
+                found.append(Row(category, method, method_label(method), "published", paper=numbers, reason=reason))
     return found
 
 
@@ -97,17 +97,8 @@ def _row_of(paper: PaperTable, row: Row) -> str | None:
     return AVERAGE if row.paper == paper.published(AVERAGE, row.method) else None
 
 
-def reason_for(method: str, reasons: dict[str, str]) -> str:
-    """Why a method shows the published number only."""
-    if method in NO_LIBRARY:
-        return "no maintained library implements it"
-    return reasons.get(method, "not asked for")
-
-
-def _published(paper: PaperTable, category: str, method: str, reason: str) -> Row:
-    return Row(
-        category, method, method_label(method), "published", paper=paper.published(category, method), reason=reason
-    )
+def _reason(method: str, reasons: dict[str, str]) -> str:
+    return "no maintained library implements it" if method in NO_LIBRARY else reasons.get(method, "not asked for")
 
 
 @dataclass(frozen=True)
@@ -147,16 +138,9 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """The names compared, and for each AUROC its difference and interval."""
-        own = self.comparison
-        return {
-            "category": self.category,
-            "comparison": own.name,
-            "better": own.better,
-            "worse": own.worse,
-            "at_least": own.at_least,
-            "holds": self.holds,
-            **differences_json(self.found),
-        }
+        compared = asdict(self.comparison)
+        own = {"category": self.category, "comparison": compared.pop("name"), **compared, "holds": self.holds}
+        return own | differences_json(self.found)
 
 
 def compare(category: str, outcomes: Mapping[str, Outcome]) -> list[Difference]:

@@ -8,7 +8,7 @@ from typing import Any
 from mdps import __version__
 from mdps.benchmarks.data.samples import Category
 from mdps.benchmarks.evaluate import evaluate
-from mdps.benchmarks.evaluate.predictions import Predictor
+from mdps.benchmarks.evaluate.predictions import Judge
 from mdps.benchmarks.kit import Say, digest
 from mdps.benchmarks.study.outcomes import Mapped, Outcome, Remembered, TwoPassPredictor
 from mdps.export import ExportOptions, export_bundle
@@ -162,7 +162,7 @@ class Runner:
             if isinstance(predictor, Mapped):
                 predictor.save(new / MAPS)
 
-    def evaluate(self, predictor: Predictor, category: Category, folder: Path, name: str) -> None:
+    def evaluate(self, predictor: Judge, category: Category, folder: Path, name: str) -> None:
         """Evaluate as `name` in the folder of results, with a report of what is named LAST."""
         report = folder / REPORT if name == LAST else None
         found = evaluate(predictor, category, out=report, largest=self.largest, every=self.every)

@@ -4,7 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from mdps.benchmarks.data.samples import Box
 from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.benchmarks.evaluate.predictions import Prediction
-from mdps.benchmarks.evaluate.results import Evaluation, finite
-from mdps.benchmarks.kit import write_arrays
+from mdps.benchmarks.evaluate.results import Evaluation
+from mdps.benchmarks.kit import plain, write_arrays
 from mdps.benchmarks.metrics.bootstrap import ImageScores, Interval, bootstrap, bootstrap_difference
 from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.runtime.atomic import write_text
@@ -57,14 +57,7 @@ class Outcome:
     def save(self, folder: Path, name: str) -> None:
         """`<name>.json` and `<name>.npz` in `folder`, the JSON last."""
         self.counts.save(folder / f"{name}.npz")
-        record = {
-            "images": self.images,
-            "metrics": {key: finite(value) for key, value in self.metrics.items()},
-            "labels": self.labels,
-            "scores": self.scores,
-            "provenance": self.provenance,
-            "problems": self.problems,
-        }
+        record = {field.name: plain(getattr(self, field.name)) for field in fields(self) if field.name != "counts"}
         write_text(folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
     @classmethod
@@ -182,7 +175,7 @@ class Remembered:
     threshold: float | None = None
 
     def __init__(self, like: BundlePredictor, predictions: Sequence[Prediction | str]) -> None:
-        self.name, self.crop, self.notes = f"{like.name}, first pass", like.crop, like.notes
+        self.name, self.notes = f"{like.name}, first pass", like.notes
         self.provenance = dict(like.provenance) | {"pass": "first"}
         self._like, self._predictions = like, predictions
 
@@ -193,14 +186,6 @@ class Remembered:
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
         """The predictions, one for each path."""
         return (prediction for prediction, _ in zip(self._predictions, paths, strict=True))
-
-    def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
-        """Score and map of the pictures that could be judged."""
-        return (
-            (prediction.score, prediction.anomaly_map)
-            for prediction in self.predictions(paths)
-            if not isinstance(prediction, str)
-        )
 
 
 def _stacked(maps: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:

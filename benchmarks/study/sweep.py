@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mdps.benchmarks.kit import Fields, Say, figure_png, quiet, table, write_report
 from mdps.benchmarks.options import SweepOptions
 from mdps.benchmarks.study import Bundles
-from mdps.benchmarks.study.terms import Array, Scoring, Terms, TermStore, TestSet, load_test_set, masks, scores
+from mdps.benchmarks.study.terms import Scoring, TermStore, TestSet, load_test_set, masks, scores
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import Settings, paper_settings
@@ -125,9 +125,8 @@ def sweep(ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Say 
 
 
 def confirm(
-    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, found: Sweep,
-    say: Say = quiet,
-) -> Confirmation:  # fmt: skip
+    ckpt: Path, dataset: Path, out: Path, options: SweepOptions, found: Sweep, say: Say = quiet
+) -> Confirmation:
     """The chosen setting and the default, both passes, on another data set with its checkpoint; raises as `sweep`."""
     bench = Bench.open(ckpt, dataset, out, replace(options, category=None), say)
     chosen, default = (bench.try_masked(trial.setting) for trial in (found.chosen, found.default))
@@ -184,13 +183,8 @@ class Bench:
     def try_masked(self, setting: Setting) -> Trial:
         """Both passes of a setting; what was drawn before is not drawn again."""
         first = self.store.get(setting.scale).maps(setting.scoring)
-        terms = self.store.get(setting.scale, masks(first, _lambda(setting)))
-        return self._measure(setting, terms)
-
-    def _measure(self, setting: Setting, terms: Terms) -> Trial:
-        maps: Array = terms.maps(setting.scoring)
-        found = self.data.image_auroc(scores(maps, setting.scoring))
-        return Trial(setting, found, self.data.pixel_auroc(maps))
+        maps = self.store.get(setting.scale, masks(first, _lambda(setting))).maps(setting.scoring)
+        return Trial(setting, self.data.image_auroc(scores(maps, setting.scoring)), self.data.pixel_auroc(maps))
 
 
 def _best(first: Sequence[Trial], count: int, default: Setting) -> list[Setting]:

@@ -40,7 +40,6 @@ from mdps.runtime.errors import BackendError, UsageError, require
 from mdps.runtime.loading import choose_engine, open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import read_image
-from mdps.runtime.settings import EXIT_SHARES as EXIT_SHARES
 from mdps.runtime.settings import Settings
 
 Times = dict[str, list[float]]

@@ -202,6 +202,3 @@ def write_calibrated(
             shutil.copy(bundle / name, folder / name)
         changed = replace(manifest, name=out.name, settings=settings)
         changed.with_calibration("default", calibration).write(folder)
-
-
-Metrics = dict[str, float | None]

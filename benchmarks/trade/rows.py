@@ -113,11 +113,7 @@ class Agreement(Fields):
 
 
 def agreement(maps: NDArray[np.float32], reference: NDArray[np.float32]) -> Agreement | None:
-    """Of maps [n, h, w] of the same images in the same order; None where no image has two maps that vary.
-
-    Raises:
-        UsageError: the two are of other images or another size.
-    """
+    """Of maps [n, h, w] of the same images in order, else UsageError; None where no image has two maps that vary."""
     if maps.shape != reference.shape:
         raise UsageError(f"only maps of the same images compare: {list(maps.shape)} against {list(reference.shape)}")
     from scipy.stats import rankdata

@@ -343,20 +343,20 @@ def test_peak_memory_is_the_childs_own_and_can_be_forgotten() -> None:
 def test_other_methods_and_sizes_are_made_from_the_bundles_checkpoint(bundle: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(bundle)
     variations = Variations(manifest, find_checkpoint(bundle, manifest, None), None, tmp_path, lambda _: None)
-    auto = Manifest.read(variations.bundle("autoddpm"))
+    auto = Manifest.read(variations.get("autoddpm"))
     assert auto.settings.sampler == autoddpm((32, 32)).sampler
     assert auto.settings.score.backbone == "random_tiny"
     assert auto.checkpoint == manifest.checkpoint
     assert Cost.of(auto, 10) == Cost(200 + 49 * 5 + 1, 4460)
-    small = Manifest.read(variations.bundle(16))
+    small = Manifest.read(variations.get(16))
     assert small.preprocessing.network_size == (16, 16)
     assert small.settings == replace(manifest.settings, score=replace(manifest.settings.score, top=2))
     assert small.network["parameters"] == manifest.network["parameters"]
     assert 3.9 < forward_flop(manifest) / forward_flop(small) < 16.1
     with pytest.raises(SkippedError, match="a multiple of 2, not 17"):
-        variations.bundle(17)
+        variations.get(17)
     with pytest.raises(SkippedError, match="give --ckpt"):
-        Variations(manifest, None, None, tmp_path, lambda _: None).bundle("anoddpm")
+        Variations(manifest, None, None, tmp_path, lambda _: None).get("anoddpm")
 
 
 def test_a_method_is_a_row_with_its_own_work_and_no_score_to_compare(

@@ -399,7 +399,7 @@ def test_a_study_that_was_made_is_not_made_again(
 def test_what_the_study_cannot_do_is_refused(small_checkpoint: Path, category: Category, tmp_path: Path) -> None:
     for wrong, words in (
         ({"steps": (5,)}, "at least two"),
-        ({"steps": (0, 5)}, "at least one step"),
+        ({"steps": (0, 5)}, "at least 1"),
         ({"precisions": ("int4",)}, "no precision 'int4'"),
         ({"exits": (0.52,)}, "multiple of 0.05"),
     ):

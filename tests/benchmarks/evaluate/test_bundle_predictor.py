@@ -152,10 +152,10 @@ def test_truth_goes_where_the_image_went(
     assert truth.any()
     with BundlePredictor(bundle, threads=1) as predictor:
         found = evaluate(predictor, category)
-        shown = predictor.crop
+        shown = predictor.covered((40, 40))
     assert found.metrics["pixel_auroc"] == pytest.approx(roc_auc_score(truth, values), abs=1e-5)
     box = (cut_truth[1].start, cut_truth[0].start, cut_truth[1].stop, cut_truth[0].stop)
-    assert shown == (None if preprocessing.roi else pytest.approx([edge / 40 for edge in box]))
+    assert shown == pytest.approx(box)
 
 
 def test_a_region_of_interest_outside_a_picture_is_that_pictures_error(
