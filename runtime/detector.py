@@ -15,7 +15,6 @@ from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.memory import check_batch
 from mdps.runtime.pictures import describe
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Picture
@@ -137,6 +136,8 @@ class Detector:
         """
         with self._computing(observations) as pipeline:
             if len(observations) > 1:  # the samples of one were counted when the bundle was loaded
+                from mdps.runtime.memory import check_batch
+
                 check_batch(self.manifest, self._settings, len(observations))
             # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
             if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
-from mdps.runtime import reference
 from mdps.runtime.bundle import Bundle, LoadFields, LoadOptions
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
@@ -16,7 +15,6 @@ from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.graphs import STEPS, Graphs, step_role
 from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import GraphEntry
-from mdps.runtime.memory import check_bundle
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
@@ -55,6 +53,7 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
 
     What was opened is closed where this fails, and otherwise with the detector.
     """
+    from mdps.runtime.memory import check_bundle
     from mdps.runtime.placement import place
 
     check_bundle(bundle, options)
@@ -75,6 +74,8 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
 
 
 def _check_reference(bundle: Bundle, sessions: Graphs[Session], engine: Engine) -> None:
+    from mdps.runtime import reference  # heavy, as all that only a load needs: `import mdps.runtime` is quick
+
     samples = bundle.settings.sampler.samples
     reference.check(
         bundle.path, bundle.manifest, sessions.roles, samples=samples, engine=engine.name, arithmetic=engine.arithmetic

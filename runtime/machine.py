@@ -1,6 +1,5 @@
 """The machine and what this process may take of it: processors, memory, the libraries' releases."""
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -142,6 +141,8 @@ def read(path: Path) -> str:
 
 def installed(*packages: str) -> dict[str, str]:
     """Versions of those of `packages` that are installed, by the names of their wheels, in that order."""
+    import importlib.metadata
+
     found = {}
     for name in packages:
         try:
