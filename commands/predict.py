@@ -65,11 +65,16 @@ def predict(
     errors = [row for row in rows if row.verdict == "error"]
     for row in errors:
         named = row.path in str(row.error)
-        click.echo(row.error if named else f"{row.path}: {row.error}", err=True)
+        click.echo(_shown(str(row.error) if named else f"{row.path}: {row.error}"), err=True)
     if printer.error is not None:
         raise printer.error
     click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)
     return SOME_FAILED if errors else 0
+
+
+def _shown(text: str) -> str:
+    """Escape what a terminal would obey: control characters and marks of direction in names of files."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 class _RowPrinter:
@@ -82,7 +87,7 @@ class _RowPrinter:
     def __call__(self, row: Any) -> None:
         if self.error is not None or (row.verdict == "error" and not self._as_json):
             return
-        text = row.to_json() if self._as_json else f"{row.verdict or 'score':5} {row.score:.5g}  {row.path}"
+        text = row.to_json() if self._as_json else f"{row.verdict or 'score':5} {row.score:.5g}  {_shown(row.path)}"
         try:
             click.echo(text)
         except BrokenPipeError:  # nobody wants the rest

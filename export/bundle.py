@@ -115,7 +115,11 @@ def _trained_preprocessing(denoiser: Denoiser) -> Preprocessing:
     side = denoiser.config.image_size
     if denoiser.preprocessing is None:
         return Preprocessing(image_size=(side, side))
-    return Preprocessing.from_json(denoiser.preprocessing, "the checkpoint's preprocessing")
+    trained = Preprocessing.from_json(denoiser.preprocessing, "the checkpoint's preprocessing")
+    height, width = trained.network_size
+    said = f"{denoiser.report.path} was trained on images of {height} x {width}, not {side} x {side}"
+    require(side in (height, width), f"{said}: leave out --image-size")
+    return trained
 
 
 def _trained_noise(denoiser: Denoiser) -> Literal["gaussian", "simplex"] | None:

@@ -592,3 +592,13 @@ def test_inspect_refuses_what_is_neither(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "notes.txt").write_text("hello")
     assert run(cli, ["inspect", str(tmp_path / "notes.txt")]) == 2
     assert "notes.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["new\nline.png", "\x1b[31mred.png", "\u202egnp.exe", "a\rb.png", "\udcff.png"])
+def test_a_name_is_one_line_that_no_terminal_obeys(name: str) -> None:
+    from mdps.commands.predict import _shown
+
+    shown = _shown(f"pass 1  {name}")
+    assert shown.isprintable()
+    assert shown.encode("ascii").decode("unicode_escape") == f"pass 1  {name}"
+    assert _shown("Größe 漢字.png") == "Größe 漢字.png"

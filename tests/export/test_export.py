@@ -249,3 +249,10 @@ def test_the_report_counts_what_torch_would_do_for_the_same_step(small_checkpoin
     assert any(f"{sum(ours.values())} nodes" in text for text in said)
     assert any("is assumed to have: num_heads = 4" in text and "norm_groups = 32" in text for text in said)
     assert "autograd_operations" not in Manifest.read(export_bundle(small_checkpoint, tmp_path / "c", TINY)).parity
+
+
+def test_an_image_size_that_the_checkpoint_contradicts_is_refused(tmp_path: Path) -> None:
+    """It changed the network's description alone, and the images stayed as they were."""
+    demo = Path(__file__).resolve().parents[2] / "benchmarks" / "demo" / "denoiser.safetensors"
+    with pytest.raises(UsageError, match="was trained on images of 64 x 64, not 96 x 96: leave out --image-size"):
+        export_bundle(demo, tmp_path / "bundle", ExportOptions(load=CheckpointOptions(image_size=96)))
