@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from mdps.benchmarks.metrics.pixels import PixelMetrics
 from mdps.benchmarks.metrics.tables import Cells
 from mdps.runtime.calibration import Calibration, first_quantiles, good_threshold
-from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, migrate
+from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, PlanEntry, migrate
 from mdps.runtime.preprocessing import Preprocessing, read_image, to_uint8
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import (
@@ -108,6 +108,18 @@ def preprocessings(draw):
     return Preprocessing(size, crop, None if crop == "none" else draw(st.integers(1, min(size))), roi=roi)
 
 
+PRECISIONS = st.sampled_from(["fp32", "fp16", "bf16"])
+
+
+def plans(files):
+    batches = st.tuples(*[st.integers(1, 64)] * 3)
+    return st.builds(
+        PlanEntry, TEXT, files, TEXT, TEXT, st.lists(TEXT, max_size=2).map(tuple), PRECISIONS, files, HASHES, batches,
+        st.none() | batches, st.dictionaries(TEXT, st.integers(0, 99), max_size=2),
+        st.sampled_from(["network", "engine"]),
+    )  # fmt: skip
+
+
 @st.composite
 def manifests(draw):
     files = draw(
@@ -140,6 +152,8 @@ def manifests(draw):
         parity=draw(st.dictionaries(TEXT, JSON, max_size=2)),
         checkpoint=CheckpointEntry(draw(TEXT), draw(HASHES)),
         guidance_backend=draw(st.sampled_from(["onnx", "traced"])),
+        precision=draw(PRECISIONS),
+        plans=tuple(draw(st.lists(plans(names), max_size=2))),
     )
 
 

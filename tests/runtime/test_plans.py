@@ -14,7 +14,7 @@ import torch
 
 from mdps.commands.export import export as export_command
 from mdps.commands.terminal import run
-from mdps.export.engine import Built
+from mdps.export.engine import OPTIONS, Built
 from mdps.export.plans import add_plans, profile_of
 from mdps.models.checkpoints import save_denoiser
 from mdps.models.unet import UNet, UNetConfig
@@ -34,7 +34,6 @@ class FakeBuilder:
     engine: Engine = RTX
     version: str = "1.7"
     capabilities: tuple[str, ...] = ("8.6", "12.0")
-    options: dict[str, Any] = field(default_factory=dict)
     built: list[str] = field(default_factory=list)
     refuses: str = "no graph"
 
@@ -83,7 +82,7 @@ def test_the_runtime_reads_a_bundle_with_plans(bundle: Path, line_images: list[b
         load(bundle)
 
 
-def test_a_plan_is_known_by_all_it_depends_on(bundle: Path) -> None:
+def test_a_plan_is_known_by_all_it_depends_on(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, base = Manifest.read(bundle), FakeBuilder()
 
     def key(builder: FakeBuilder, max_batch: int = 8) -> str:
@@ -94,10 +93,12 @@ def test_a_plan_is_known_by_all_it_depends_on(bundle: Path) -> None:
         key(base),
         key(replace(base, version="1.8")),
         key(replace(base, capabilities=("8.9",))),
-        key(replace(base, options={"tf32": True})),
         key(replace(base, engine=named("tensorrt"))),
         key(base, max_batch=4),
     ]
+    with monkeypatch.context() as patch:
+        patch.setitem(OPTIONS, "tf32", True)
+        keys.append(key(base))
     assert key(base) == keys[0]
     weights = bundle / "denoiser.weights"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

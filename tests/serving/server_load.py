@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from server_process import ServerProcess, serving
 
-from mdps.benchmarks.kit import machine_facts
+from mdps.benchmarks.kit import measured_with
 from mdps.runtime import Detector, Result, load
 from mdps.runtime.errors import MdpsError
 from mdps.runtime.manifest import Manifest
@@ -106,7 +106,7 @@ def run_load(
     deadline_ms = 10_000.0
     options = ("--threads", str(threads), "--deadline-ms", str(deadline_ms))
     report = Report(seconds, factor * capacity / sum(_SHARES[kind] for kind in _GOOD), capacity, deadline_ms)
-    report.machine = machine_facts(Manifest.read(bundle)) | {"threads": threads}
+    report.machine = measured_with(Manifest.read(bundle)) | {"threads": threads}
     with serving([bundle], *options) as server:
         name = server.wait_for("ready")["models"][0]
         jobs = _jobs(name, images, expected)

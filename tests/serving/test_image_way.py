@@ -24,7 +24,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT):
+        if event == "call" and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / ".venv"):
             files[path.relative_to(ROOT).as_posix()] = None
 
     def loaded(*arguments: Any, **options: Any) -> Any:
