@@ -59,11 +59,11 @@ def fit(
     size = config.network.image_size
     preprocessing = preprocessing or Preprocessing(image_size=(size, size))
     check_folder(out, resume)
-    if where.type == "cpu":  # before the images are read and enlarged
-        check_training(config.network.to_json(), preprocessing.network_size, config.batch, process_count())
     source = as_source(images, preprocessing)
     config = config.with_steps(source.count)
     _check_size(source, config)
+    if where.type == "cpu":
+        check_training(config.network.to_json(), preprocessing.network_size, config.batch, process_count())
     engine = Engine(config, where)
     try:
         with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
