@@ -27,7 +27,7 @@ Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
 OPTIONS = {"tf32": False, "strongly_typed": True}
-"""What a plan depends on beside the graph, the library and the capabilities."""
+"""Build options that are part of a plan's key."""
 _SHOW_ONE = "show it that card alone with CUDA_VISIBLE_DEVICES=UUID, of `nvidia-smi -L`"
 
 Types = dict[str, int]

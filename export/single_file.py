@@ -22,7 +22,7 @@ from mdps.runtime.session import Session
 FILE_NAME = "detector.onnx"
 MAX_BYTES = 2**31 - 1  # of one protobuf message, and so of an ONNX file that holds its weights
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2}
-"""What the file's map and score may be off, by the bundle's precision: in fp16 every node's result is rounded, and the
+"""Tolerances of the file's map and score, by the bundle's precision: in fp16 every node's result is rounded, and the
 engine does not arrange the file's nodes as it does the bundle's."""
 
 

@@ -91,7 +91,7 @@ LIBRARIES = {
     "export": Need({"torch, timm and onnx": 710 * _MB}, 2900 * _MB),
     "train": Need({"torch": 520 * _MB}, 2720 * _MB),
 }
-"""What importing takes: measured as resident memory and as addresses."""
+"""Memory that importing takes, as measured: resident, and mapped addresses."""
 
 
 def estimate(manifest: Manifest, roles: Iterable[str], samples: int, files: Mapping[str, str] | None = None) -> Need:

@@ -31,7 +31,7 @@ from mdps.runtime.machine import versions
 EXTRAS = ("gpu", "tensorrt-rtx")
 TORCH_EXTRAS = ("export", "bench")
 LIBRARIES = ("onnxruntime-gpu[cuda,cudnn]", "cuda-bindings", "nvidia-cuda-runtime")
-"""What the extras leave to the machine: CUDA and cuDNN as ONNX Runtime wants them, and the calls into the driver."""
+"""Packages that the extras leave out: CUDA and cuDNN as ONNX Runtime wants them, and the calls into the driver."""
 THINGS = (
     "demo:photographs",
     "demo:fp16:tensorrt-rtx",
