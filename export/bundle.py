@@ -33,10 +33,10 @@ from mdps.runtime.choice import installed
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, require
-from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, step_role
+from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, GraphEntry, step_role
 from mdps.runtime.loading import open_graphs, open_pipeline
 from mdps.runtime.machine import versions
-from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, hash_files
+from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, Manifest, hash_files
 from mdps.runtime.memory import check_export
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.reference import COMPARED, Compared, Reference, compared

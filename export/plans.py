@@ -11,8 +11,8 @@ import onnx
 from mdps.export.engine import OPTIONS, Builder, Profile
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.errors import require
-from mdps.runtime.graphs import SCORE, STEPS
-from mdps.runtime.manifest import FileEntry, GraphEntry, Manifest, PlanEntry
+from mdps.runtime.graphs import SCORE, STEPS, GraphEntry
+from mdps.runtime.manifest import FileEntry, Manifest, PlanEntry
 
 Range = tuple[int, int, int]
 

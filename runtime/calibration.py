@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError, require
+from mdps.runtime.fitness import Fitness
 from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Picture, Preprocessing
 from mdps.runtime.records import Record
@@ -37,7 +38,9 @@ class Calibration(Record):
     range), `map_low` and `map_high` those of the last. `samples` and `seed` are those it was made with, `note` holds
     its warnings or is empty. `first_quantiles` are the scores of the first pass that a share of good images does
     not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
-    engine computed the steps in, "" for the bundle's own precision: in another, scores differ.
+    engine computed the steps in, "" for the bundle's own precision: in another, scores differ. `fitness` says what was
+    found of defects put into good parts, None where that was not tried. `tuned` is the name of the tuning it is of, ""
+    for the published method.
     """
 
     threshold: float
@@ -53,6 +56,8 @@ class Calibration(Record):
     note: str = ""
     first_quantiles: tuple[float, ...] = ()
     arithmetic: Literal["", "bf16"] = ""
+    fitness: Fitness | None = None
+    tuned: str = ""
 
     def __post_init__(self) -> None:
         require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")

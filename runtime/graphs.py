@@ -1,10 +1,11 @@
 """The four graphs of a bundle, by their roles: two steps, features and score."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Self, TypeVar
 
 from mdps.runtime.errors import BackendError
+from mdps.runtime.records import Record
 
 T = TypeVar("T")
 GUIDED, PLAIN, FEATURES, SCORE = "guided_step", "plain_step", "features", "score"
@@ -14,6 +15,18 @@ STEPS = (GUIDED, PLAIN)
 def step_role(guidance_scale: float) -> str:
     """The step graph of a pass: the plain one at scale 0, at half the cost of the guided one."""
     return GUIDED if guidance_scale else PLAIN
+
+
+@dataclass(frozen=True)
+class GraphEntry(Record):
+    """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program.
+
+    `variants` maps a form (see `mdps.runtime.engines.Engine.form`) to the file of the same graph in that form.
+    """
+
+    file: str
+    session: Literal["ort", "traced"] = "ort"
+    variants: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from mdps.runtime.detector import Detector
 from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
 from mdps.runtime.errors import BackendError, CalibrationError, require
-from mdps.runtime.graphs import STEPS, Graphs, step_role
+from mdps.runtime.graphs import STEPS, GraphEntry, Graphs, step_role
 from mdps.runtime.machine import available_cpus
-from mdps.runtime.manifest import GraphEntry
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps

@@ -11,13 +11,15 @@ from mdps.runtime.atomic import is_temporary, write_text
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.engines import Engine
 from mdps.runtime.errors import BundleError, require
+from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
+from mdps.runtime.tuning import Tuning
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 50
 
@@ -42,7 +44,32 @@ def _of_engine(plan: Any) -> Any:
     return {"engine" if key == "backend" else key: value for key, value in plan.items()}
 
 
-MIGRATIONS: dict[int, Migration] = {4: _add_fields}
+def _add_tuning(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 5 knew no tuning, no fitness, no pairs of noises and no pass that is guided by another."""
+    for path, defaults in _PLACES.items():
+        obj = _filled(obj, path, defaults)
+    return obj | {"tunings": {}}
+
+
+_PLACES: dict[tuple[str, ...], dict[str, Any]] = {
+    ("settings", "sampler"): {"antithetic": False},
+    ("settings", "sampler", "first_pass"): {"target": "observation"},
+    ("settings", "sampler", "masked_pass"): {"target": "observation"},
+    ("calibrations", "*"): {"fitness": None, "tuned": ""},
+}
+
+
+def _filled(obj: Any, path: tuple[str, ...], defaults: dict[str, Any]) -> Any:
+    """Return the value with these keys added at the place; what is no object stays for `from_json` to refuse."""
+    if not isinstance(obj, dict):
+        return obj
+    if not path:
+        return obj | {key: value for key, value in defaults.items() if key not in obj}
+    keys = list(obj) if path[0] == "*" else [key for key in obj if key == path[0]]
+    return obj | {key: _filled(obj[key], path[1:], defaults) for key in keys}
+
+
+MIGRATIONS: dict[int, Migration] = {4: _add_fields, 5: _add_tuning}
 """From each older schema version to the next one; those before 4 were never released."""
 
 
@@ -63,18 +90,6 @@ class FileEntry(Record):
         """Entry of a file on the disk."""
         with path.open("rb") as file:
             return cls(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
-
-
-@dataclass(frozen=True)
-class GraphEntry(Record):
-    """Which file holds a graph, and which session opens it: "ort" an ONNX file, "traced" a torch.export program.
-
-    `variants` maps a form (see `mdps.runtime.engines.Engine.form`) to the file of the same graph in that form.
-    """
-
-    file: str
-    session: Literal["ort", "traced"] = "ort"
-    variants: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,9 @@ class Manifest(Record):
     """All a runtime must know of a bundle.
 
     `graphs` maps a role (guided_step, plain_step, features, score) to its file; `calibrations` a product's name to its
-    calibration; `files` each plain file name to its hash. `precision` is that of the step graphs, `plans` are built
-    from the graphs for engines of plans. `network`, `versions` and `parity` are records for people and for the
-    exporter, free of form.
+    calibration, `tunings` to its tuning; `files` each plain file name to its hash. `precision` is that of the step
+    graphs, `plans` are built from the graphs for engines of plans. `network`, `versions` and `parity` are records for
+    people and for the exporter, free of form.
     """
 
     schema_version: int
@@ -136,6 +151,7 @@ class Manifest(Record):
     parity: dict[str, Any]
     checkpoint: CheckpointEntry
     guidance_backend: Literal["onnx", "traced"]
+    tunings: dict[str, Tuning] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.schema_version == SCHEMA_VERSION, f"schema_version should be {SCHEMA_VERSION}")
@@ -145,6 +161,9 @@ class Manifest(Record):
         for role, graph in self.graphs.items():
             for file in (graph.file, *graph.variants.values()):
                 require(file in self.files, f"the graph {role!r} is in {file!r}, which is not among the files")
+        for product, tuning in self.tunings.items():
+            for graph in tuning.graphs.values():
+                require(graph.file in self.files, f"the tuning of {product} names {graph.file!r}, which is not there")
         for plan in self.plans:
             require(plan.file in self.files, f"the plan {plan.file!r} is not among the files: export again")
 

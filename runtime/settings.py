@@ -19,6 +19,8 @@ class PassSettings(Record):
     `start`: what is noised to T, the observation, or "stitched": the samples of the pass before inside the mask and the
     observation outside (AutoDDPM, Bercea et al. 2023). `resamples`: how often each step but the last is made; before it
     is made again its result is noised back to where the step began (RePaint, Lugmayr et al. 2022); 1 to 1000.
+    `target`: what guides, the observation, or the samples of the pass before, and then the mask is not used
+    (DiffusionAD, Zhang et al. 2023).
     UsageError for a value out of its range, here and in all settings.
     """
 
@@ -28,6 +30,7 @@ class PassSettings(Record):
     skip: int | None = None
     start: Literal["observation", "stitched"] = "observation"
     resamples: int = 1
+    target: Literal["observation", "previous"] = "observation"
 
     def __post_init__(self) -> None:
         require(self.noise_level >= 1, f"noise level {self.noise_level} should be at least 1")
@@ -49,6 +52,7 @@ class SamplerSettings(Record):
     network's vector-Jacobian product, at twice the cost of a forward.
     `early_exit`: an image that scores no higher in the first pass than this share of good parts did, nor than the
     threshold, skips the masked pass; one of EXIT_SHARES, or 0 where every image goes through all passes.
+    `antithetic`: every second sample starts from the noise of the one before, negated; needs an even number of samples.
     `eta_ddim` lies in [0, 1], `samples` (N_s) in 1..4096, `seed` in 0..2^63 - 1.
     """
 
@@ -63,6 +67,7 @@ class SamplerSettings(Record):
     seed: int
     noise: Literal["gaussian", "simplex"] = "gaussian"
     early_exit: float = 0.0
+    antithetic: bool = False
 
     def __post_init__(self) -> None:
         require(0 <= self.eta_ddim <= 1, f"eta_ddim {self.eta_ddim} should lie between 0 and 1")
@@ -76,7 +81,11 @@ class SamplerSettings(Record):
             not self.early_exit or self.masked_pass is not None,
             "an early exit skips the masked pass, and these settings have none: leave the early exit out",
         )
-        require(self.first_pass.start == "observation", "the first pass has nothing before it to stitch from")
+        require(
+            not self.antithetic or self.samples % 2 == 0, "antithetic samples come in pairs: ask for an even number"
+        )
+        has_one_before = self.first_pass.start != "observation" or self.first_pass.target != "observation"
+        require(not has_one_before, "the first pass has nothing before it to stitch from or to be guided by")
         for settings in self.passes:
             given = "steps" if settings.skip is None else "skip"
             wanted = "steps" if self.time_index == "paper" else "skip"

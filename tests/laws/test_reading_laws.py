@@ -13,7 +13,8 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from mdps.benchmarks.metrics.pixels import PixelMetrics
 from mdps.benchmarks.metrics.tables import Cells
 from mdps.runtime.calibration import Calibration, first_quantiles, good_threshold
-from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, GraphEntry, Manifest, PlanEntry, migrate
+from mdps.runtime.graphs import GraphEntry
+from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, Manifest, PlanEntry, migrate
 from mdps.runtime.preprocessing import Preprocessing, read_image, to_uint8
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import (

@@ -14,7 +14,8 @@ from PIL import Image
 import mdps.runtime
 from mdps.runtime import BackendError, BundleError, CalibrationError, ImageError, UsageError, calibrate, load
 from mdps.runtime.detector import Detector
-from mdps.runtime.manifest import FILE_NAME, SCHEMA_VERSION, CheckpointEntry, GraphEntry, Manifest, hash_files
+from mdps.runtime.graphs import GraphEntry
+from mdps.runtime.manifest import FILE_NAME, SCHEMA_VERSION, CheckpointEntry, Manifest, hash_files
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import mask_scalars
 from mdps.runtime.preprocessing import Preprocessing

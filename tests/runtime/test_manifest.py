@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.errors import BundleError
+from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.manifest import (
     FILE_NAME,
     SCHEMA_VERSION,
     CheckpointEntry,
     FileEntry,
-    GraphEntry,
     Manifest,
     hash_files,
     migrate,
@@ -141,7 +141,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 6.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 7.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -213,6 +213,21 @@ def of_schema_4(obj):
     obj["network"]["precision"] = obj.pop("precision")
     plans = [dict(plan, backend=plan["engine"]) for plan in obj.pop("plans")]
     obj["parity"]["plans"] = [{key: value for key, value in plan.items() if key != "engine"} for plan in plans]
+
+
+def test_schema_5_gets_the_defaults_of_what_it_did_not_know(bundle):
+    now = Manifest.read(bundle)
+
+    def older(obj):
+        obj["schema_version"] = 5
+        del obj["tunings"], obj["settings"]["sampler"]["antithetic"]
+        for key in ("first_pass", "masked_pass"):
+            del obj["settings"]["sampler"][key]["target"]
+        for calibration in obj["calibrations"].values():
+            del calibration["fitness"], calibration["tuned"]
+
+    spoil(bundle, older)
+    assert Manifest.read(bundle) == now
 
 
 def test_a_bundle_of_the_schema_before_means_what_it_meant(bundle):

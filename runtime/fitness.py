@@ -1,0 +1,48 @@
+"""Whether a detector sees defects on the parts it was calibrated on, told by defects put into images of good ones."""
+
+from dataclasses import dataclass
+
+from mdps.runtime.errors import require
+from mdps.runtime.records import Record
+
+FLOOR = 0.70
+"""Of `Fitness.auroc`; how it was found is in docs/measure/tuning.md."""
+
+
+@dataclass(frozen=True)
+class Found(Record):
+    """Of `shown` images with a synthetic defect, `found` score above the threshold; `auroc` against the good ones."""
+
+    shown: int
+    found: int
+    auroc: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.found <= self.shown and self.shown >= 1, "found should lie between 0 and shown")
+        require(0 <= self.auroc <= 1, f"auroc {self.auroc} should lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Fitness(Record):
+    """Synthetic defects in good parts by kind and by size ("small", "medium", "large"); `auroc` is the kinds' mean."""
+
+    auroc: float
+    kinds: dict[str, Found]
+    sizes: dict[str, Found]
+
+    @property
+    def fit(self) -> bool:
+        """Whether the detector sees defects on these parts at all."""
+        return self.auroc >= FLOOR
+
+    @property
+    def doubt(self) -> str:
+        """Return a sentence where the detector does not see defects on these parts; empty where it does."""
+        if self.fit:
+            return ""
+        found, shown = (sum(getattr(kind, name) for kind in self.kinds.values()) for name in ("found", "shown"))
+        return (
+            f"this detector does not see defects on these parts: it finds {found} of {shown} that were put into good "
+            f"images, and ranks a defective part above a good one in {self.auroc:.0%} of pairs (at least {FLOOR:.0%} "
+            "is needed): run `mdps tune`, or train on more of these parts"
+        )

@@ -1,0 +1,84 @@
+"""The detector that `mdps tune` fitted to the parts of a product: few calls of the network, statistics, a cascade."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mdps.runtime.errors import require
+from mdps.runtime.graphs import GraphEntry
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.records import Record
+from mdps.runtime.settings import SamplerSettings
+
+PHOTOGRAPH, FUSION = "photograph", "fusion"
+"""Roles of a tuning's graphs beside its terms: features of the photograph, and the sum of the scaled terms."""
+
+
+@dataclass(frozen=True)
+class Term(Record):
+    """One term of the fused map: a graph of the tuning, or for the kind "map" that of the bundle's score graph.
+
+    `kind`: "map" is the reconstruction's own anomaly map, "pixels" its pixel residual in standard deviations of good
+    parts; "position" is the Mahalanobis distance to a Gaussian of each position (PaDiM, Defard et al. 2021), "shared"
+    that to one Gaussian of all positions, "bank" the distance to the nearest of a coreset of patches (PatchCore, Roth
+    et al. 2022). The last three are `of` features of the "photograph", or of the "residual" between features of the
+    observation and of its reconstruction. Raw values `low` and `high`, quantiles of the maps of good images that took
+    no part in the fit, become 0 and 1. `weight` > 0 is that in the sum.
+    """
+
+    name: str
+    kind: Literal["map", "pixels", "position", "shared", "bank"]
+    of: Literal["photograph", "residual", "reconstruction"]
+    low: float
+    high: float
+    weight: float
+
+    def __post_init__(self) -> None:
+        require(self.low < self.high, f"the scale of the term {self.name} is empty: {self.low} to {self.high}")
+        require(self.weight > 0, f"the weight {self.weight} of the term {self.name} should be positive")
+        require((self.of == "reconstruction") == (self.kind in ("map", "pixels")), f"{self.kind} is not of {self.of}")
+
+
+@dataclass(frozen=True)
+class Cascade(Record):
+    """The published method judges again what the tuned detector scores from `low` to `high`.
+
+    Its scores from `published_low` to `published_high` become `low` to `high`, those beyond are cut to them, so that
+    one threshold is enough and no image leaves the band.
+    """
+
+    low: float
+    high: float
+    published_low: float
+    published_high: float
+
+    def __post_init__(self) -> None:
+        require(self.low < self.high and self.published_low < self.published_high, "the bands should not be empty")
+
+
+@dataclass(frozen=True)
+class Tuning(Record):
+    """A fused detector of one product, beside the settings of the bundle, which stay as published.
+
+    `sampler` reconstructs for the terms that are not of the photograph, None where there are none. `photograph` makes
+    the feature network's view [3, h, w] of a picture, None where no term reads it. `graphs` are those of the terms by
+    name, PHOTOGRAPH where it is needed, and FUSION. `evidence` is a record for people.
+    """
+
+    sampler: SamplerSettings | None
+    photograph: Preprocessing | None
+    terms: tuple[Term, ...]
+    graphs: dict[str, GraphEntry]
+    cascade: Cascade | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(self.terms), "a tuning needs at least one term")
+        names = [term.name for term in self.terms]
+        require(len(set(names)) == len(names), f"two terms have one name: {names}")
+        of_photograph = any(term.of == "photograph" for term in self.terms)
+        require(of_photograph == (self.photograph is not None), "terms of the photograph, and only they, need one")
+        reconstructed = any(term.of != "photograph" for term in self.terms)
+        require(reconstructed == (self.sampler is not None), "terms of a reconstruction, and only they, need a sampler")
+        wanted = {term.name for term in self.terms if term.kind != "map"} | {FUSION}
+        wanted |= {PHOTOGRAPH} if of_photograph else set()
+        require(set(self.graphs) == wanted, f"the graphs should be {sorted(wanted)}, they are {sorted(self.graphs)}")
