@@ -247,9 +247,9 @@ def _fitting(
         )
         return None, ()
     if calibration.samples != asked.sampler.samples or _unseeded(asked) != _unseeded(manifest.settings):
-        return None, (f"the threshold of {manifest.name} was calibrated with other settings: no verdicts are counted",)
+        return None, (f"the threshold of {manifest.name} was calibrated with other settings",)
     if calibration.arithmetic != arithmetic:
-        return None, (f"the threshold of {manifest.name} was calibrated in other arithmetic: no verdicts are counted",)
+        return None, (f"the threshold of {manifest.name} was calibrated in other arithmetic",)
     return calibration, ()
 
 

@@ -29,6 +29,14 @@ _STYLE = (
     "<style>figure { margin: .6rem 0 } figure img { width: 100%; max-width: 900px } figcaption { color: #555 } "
     ".metrics th, .metrics td { overflow-wrap: normal }</style>"
 )
+# without a threshold and with one
+_HEADINGS = {
+    "worst": ("Defective images with the lowest scores, good ones with the highest", "Most wrong, or nearest to it"),
+    "best": (
+        "Defective images with the highest scores, good ones with the lowest",
+        "Judged right with the largest margin",
+    ),
+}
 _TILES = "image, reconstruction where the detector makes one, anomaly map, contour of the true defect"
 
 
@@ -73,16 +81,15 @@ def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
             f"{counted['defective']} defective images missed, {counted['false_alarms']} of {counted['good']} good ones "
             "called defective.</p>"
         )
-    if evaluation.problems:
-        yield f"<ul>{''.join(f'<li>{plain_text(problem)}</li>' for problem in evaluation.problems)}</ul>"
+    if said := [f"<li>{plain_text(sentence)}</li>" for sentence in evaluation.said()]:
+        yield f"<ul>{''.join(said)}</ul>"
     if evaluation.defect_types:
-        yield _table(HEADS, (found.cells() for found in evaluation.defect_types))
+        yield _table(HEADS, evaluation.kinds())
     for name in ("scores.png", "roc.png"):
         if (folder / name).is_file():
             yield f"<figure>{embedded((folder / name).read_bytes(), 'png', name)}</figure>"
-    titles = {"worst": "Most wrong, or nearest to it", "best": "Judged right with the largest margin"}
-    for name, heading in titles.items():
-        yield f"<h3>{heading}</h3><p>Each picture: {_TILES}. One colour scale for all.</p>"
+    for name, headings in _HEADINGS.items():
+        yield f"<h3>{headings[counted is not None]}</h3><p>Each picture: {_TILES}. One colour scale for all.</p>"
         yield from map(_figure, sorted((folder / name).glob("*.png"), key=_rank))
 
 
@@ -196,10 +203,10 @@ def markdown(evaluations: Sequence[Evaluation]) -> str:
         total, mean = str(sum(one.images for one in evaluations)), mean_metrics(evaluations)
         lines.append(["mean", total, *metric_cells(mean), *([""] * 2 if with_verdicts else [])])
     parts = [table(heads, lines)]
-    if types := [[one.category, *found.cells()] for one in evaluations for found in one.defect_types]:
+    if types := [[one.category, *cells] for one in evaluations for cells in one.kinds()]:
         parts.append(table(["category", *HEADS], types, left=(0, 1)))
-    problems = [f"- {one.category}: {problem}" for one in evaluations for problem in one.problems]
-    return "\n\n".join([*parts, *(["\n".join(problems)] if problems else [])]) + "\n"
+    said = [f"- {one.category}: {sentence}" for one in evaluations for sentence in one.said()]
+    return "\n\n".join([*parts, *(["\n".join(said)] if said else [])]) + "\n"
 
 
 def metric_cells(metrics: Mapping[str, float | None]) -> list[str]:
@@ -241,7 +248,7 @@ def write_evaluation(evaluation: Evaluation, gallery: Gallery, predictor: Judge,
     with writing(out):
         evaluation.counts.save(out / COUNTS)
         _write_plots(evaluation, labels, scores, lines, out)
-        _write_pictures(gallery, lines[0][1] if lines else max(scores), predictor, out)
+        _write_pictures(gallery, evaluation.threshold, lines[0][1] if lines else max(scores), predictor, out)
         _write_tables([evaluation], out)
         write_text(out / REPORT, render([(evaluation, out)], title=f"{evaluation.category}, {evaluation.predictor}"))
 
@@ -258,7 +265,7 @@ def write_summary(evaluations: Sequence[Evaluation], out: Path) -> None:
 def _write_tables(evaluations: Sequence[Evaluation], out: Path) -> None:
     full = to_json(evaluations)
     for one, entry in zip(evaluations, full.get("categories", [full]), strict=True):
-        entry |= {"judge": one.predictor, "verdicts": one.verdicts()}
+        entry |= {"judge": one.predictor}
         entry |= {"kinds": [found.to_json() for found in one.defect_types], "rows": [row.to_json() for row in one.rows]}
     write_text(out / RESULTS, json.dumps(full, indent=1) + "\n")
     made_with = "\n".join(f"- {key}: {value}" for key, value in flat(evaluations[0].provenance))
@@ -283,18 +290,26 @@ def _write_plots(
     write_bytes(out / SCORES, scores_plot(good, bad, lines, evaluation.category))
 
 
-def _write_pictures(gallery: Gallery, threshold: float, predictor: Judge, out: Path) -> None:
+def _write_pictures(gallery: Gallery, calibrated: float | None, threshold: float, predictor: Judge, out: Path) -> None:
     heat = gallery.heat_range()
     for name, examples in ((BEST, gallery.best(threshold)), (WORST, gallery.worst(threshold))):
         with new_folder(out / name, replace=True) as folder:
             for rank, example in enumerate(examples, 1):
-                write_bytes(folder / f"{rank}_{_caption(example, threshold)}.png", _strip(example, predictor, heat))
+                called = _extreme(example, name) if calibrated is None else _verdict_on(example, calibrated)
+                file = f"{rank}_{example.kind}_{example.path.stem}_score_{example.prediction.score:.4g}_{called}.png"
+                write_bytes(folder / file, _strip(example, predictor, heat))
 
 
-def _caption(example: Example, threshold: float) -> str:
+def _verdict_on(example: Example, threshold: float) -> str:
     wrong = "missed" if example.defective else "false_alarm"
-    verdict = "right" if example.margin(threshold) > 0 else wrong
-    return f"{example.kind}_{example.path.stem}_score_{example.prediction.score:.4g}_{verdict}"
+    return "right" if example.margin(threshold) > 0 else wrong
+
+
+def _extreme(example: Example, folder: str) -> str:
+    """Return the reason why an image without a verdict is shown in this folder."""
+    if example.defective:
+        return "defective_highest" if folder == BEST else "defective_lowest"
+    return "good_lowest" if folder == BEST else "good_highest"
 
 
 def _strip(example: Example, predictor: Judge, heat: HeatRange) -> bytes:

@@ -100,7 +100,9 @@ def test_metrics_are_those_of_maps_enlarged_to_the_truth(make_category: MakeCate
 
 def test_a_result_is_an_object_with_the_keys_that_were_promised(make_category: MakeCategory) -> None:
     obj = evaluate(Bright(), category_of(make_category())).to_json()
-    assert set(obj) == {*METRICS, "category", "images", "provenance", "problems"}
+    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "problems"}
+    assert obj["verdicts"] is None
+    assert obj["problems"] == ["no threshold applies, so that neither missed defects nor false alarms are counted"]
     assert obj["category"] == "disc"
     assert obj["provenance"]["seed"] == 7
     assert obj["provenance"]["data"] == {"layout": "mvtec-ad", "every": 1, "test_images": 7}
@@ -325,7 +327,46 @@ def test_verdicts_count_a_score_at_the_threshold_as_passed() -> None:
 
     rows = [ScoredImage("p", "good", False, s) for s in (1.0, 2.0, 2.5)]
     rows += [ScoredImage("p", "spot", True, s) for s in (2.0, 3.0)] + [ScoredImage("p", "spot", True, error="torn")]
-    assert verdicts_of(2.0, rows) == {"threshold": 2.0, "good": 3, "false_alarms": 1, "defective": 2, "missed": 1}
+    rows += [ScoredImage("p", "crack", True, s) for s in (0.5, 1.5)]
+    assert verdicts_of(2.0, rows) == {
+        "threshold": 2.0, "good": 3, "false_alarms": 1, "false_alarm_rate": 1 / 3,
+        "defective": 4, "missed": 3, "miss_rate": 3 / 4, "missed_by_kind": {"crack": 2, "spot": 1},
+    }  # fmt: skip
+    only_good = verdicts_of(2.0, rows[:3])
+    assert (only_good["miss_rate"], only_good["missed_by_kind"]) == (None, {})
+
+
+class Dark(Bright):
+    """Takes what is dark for a defect, which the discs are not."""
+
+    notes: tuple[str, ...] = ("a note",)
+    threshold = 300.0
+
+    def covered(self, size: tuple[int, int]) -> Box:
+        return (0, 0, *size)
+
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        for score, found in self(paths):
+            yield Prediction(-score, -found, 1.0)
+
+
+def test_what_a_detector_gets_wrong_is_said_in_words(make_category: MakeCategory) -> None:
+    found = evaluate(Dark(), category_of(make_category(good=3, defective=4)))
+    assert found.metrics["image_auroc"] < 0.55
+    assert list(found.said()) == [
+        "a note",
+        "4 of 4 defective images were missed at the threshold",
+        f"the scores rank defects no better than chance (image AUROC {found.metrics['image_auroc']:.2f})",
+        f"the maps locate defects no better than chance (pixel AUROC {found.metrics['pixel_auroc']:.2f})",
+    ]
+    assert found.problems == ("a note",)  # what a study repeats for each of its rows
+    alarmed = evaluate(type("Loud", (Dark,), {"threshold": -1000.0, "notes": ()})(), category_of(make_category("b")))
+    assert next(iter(alarmed.said())) == "3 of 3 good images were called defective at the threshold"
+
+
+def test_a_detector_that_works_is_not_blamed(make_category: MakeCategory) -> None:
+    found = evaluate(Bright(), category_of(make_category(good=5, defective=6)))
+    assert not [sentence for sentence in found.said() if "chance" in sentence]
 
 
 def test_an_unreadable_picture_is_a_sentence(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def test_each_kind_of_defect_is_measured_against_the_good_images(make_category: 
         f"| disc | spot | 4 | {found.defect_types[1].image_auroc:.4f} |"
         in (tmp_path / "out" / "results.md").read_text()
     )
+    assert [cells[-1] for cells in replace(found, threshold=1000.0).kinds()] == ["2", "4"]
+    assert [cells[-1] for cells in replace(found, threshold=None).kinds()] == ["", ""]
     assert "<td>mark &lt;i&gt;</td><td>2</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -129,12 +131,30 @@ def test_pictures_show_image_reconstruction_heat_and_truth(make_category: MakeCa
 def test_what_is_right_and_wrong_follows_the_threshold(make_category: MakeCategory, tmp_path: Path) -> None:
     root = make_category()
     found = evaluated(root, tmp_path / "none", threshold=1000.0)
-    assert found.verdicts() == {"threshold": 1000.0, "good": 3, "false_alarms": 0, "defective": 4, "missed": 4}
+    counted = found.verdicts() or {}
+    assert [counted[name] for name in ("good", "false_alarms", "defective", "missed")] == [3, 0, 4, 4]
+    sentence = "4 of 4 defective images were missed at the threshold"
+    assert sentence in (tmp_path / "none" / "report.html").read_text()
+    assert f"- disc: {sentence}" in (tmp_path / "none" / "results.md").read_text()
+    assert sentence in json.loads((tmp_path / "none" / "results.json").read_text())["problems"]
     assert {path.stem.split("_")[-1] for path in (tmp_path / "none" / "worst").iterdir()} == {"missed"}
     evaluated(root, tmp_path / "all", threshold=0.0)
     names = [path.name for path in sorted((tmp_path / "all" / "worst").iterdir())]
     assert len(names) == 3
     assert all("_good_" in name and name.endswith("false_alarm.png") for name in names)
+
+
+def test_without_a_threshold_pictures_are_named_by_what_they_are(make_category: MakeCategory, tmp_path: Path) -> None:
+    evaluated(make_category(good=10, defective=10), tmp_path, threshold=None)
+    for folder, names in (
+        ("best", {"defective_highest", "good_lowest"}),
+        ("worst", {"defective_lowest", "good_highest"}),
+    ):
+        assert {re.sub(r".*_score_[\d.]+_", "", path.stem) for path in (tmp_path / folder).iterdir()} == names
+    page = (tmp_path / "report.html").read_text()
+    assert "Defective images with the lowest scores" in page
+    assert "Most wrong" not in page
+    assert "no threshold applies" in page
 
 
 def test_the_page_holds_all_in_one_file_and_runs_nothing_foreign(make_category: MakeCategory, tmp_path: Path) -> None:
@@ -218,7 +238,8 @@ def test_one_category_is_one_object_on_stdout(make_category: MakeCategory, capsy
     assert run(cli, ["evaluate", "bundle", str(make_category()), "--json"]) == 0
     streams = capsys.readouterr()
     obj = json.loads(streams.out)
-    assert set(obj) == {*METRICS, "category", "images", "provenance", "problems"}
+    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "problems"}
+    assert (obj["verdicts"]["missed"], obj["verdicts"]["missed_by_kind"]) == (1, {"spot": 1})
     assert obj["images"] == 7
     assert streams.err == ""  # no bar where nobody predictions
 
@@ -241,7 +262,7 @@ def test_several_categories_have_a_mean_and_can_be_chosen(
     assert (out / "b" / "report.html").is_file()
     assert run(cli, ["evaluate", "bundle", str(root), "--category", "b", "--category", "a"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in table[2:]] == ["b", "a", "mean"]
+    assert [line.split("|")[1].strip() for line in table if line.startswith("| ")][2:] == ["b", "a", "mean"]
     assert run(cli, ["evaluate", "bundle", str(root), "--category", "d"]) == 2
     assert "has no category 'd': it has a, b, c" in capsys.readouterr().err
 
