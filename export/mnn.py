@@ -4,15 +4,18 @@ The library's converter is called as such and in a process of its own: the scrip
 reports each conversion to its makers over the network, and installs a package for that.
 """
 
-import heapq
 import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import networkx
 import onnx
+from flatbuffers import number_types
+from flatbuffers.table import Table
 from onnx import ModelProto
 
 from mdps.export.mnn_graph import for_mnn
@@ -83,79 +86,54 @@ def reordered(content: bytes, ranks: Mapping[str, int]) -> bytes:
     """
     data = bytearray(content)
     try:
-        slots = _elements(data, _field(data, _table(data, 0), _OPERATIONS))
+        slots = _elements(_table(data, 0), _OPERATIONS)
         tables = [_table(data, slot) for slot in slots]
-        needs = [_numbers(data, table, _INPUTS) for table in tables]
-        makes = [_numbers(data, table, _OUTPUTS) for table in tables]
-        names = [_text(data, table) for table in tables]
+        needs = [_numbers(table, _INPUTS) for table in tables]
+        makes = [_numbers(table, _OUTPUTS) for table in tables]
+        names = [_name(table) for table in tables]
         if ranks and ranks.keys().isdisjoint(names):
             raise IndexError("it names no operation of the graph")
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        order = _order(needs, makes, [ranks.get(name) for name in names])
+    except (struct.error, IndexError, TypeError, UnicodeDecodeError, networkx.NetworkXUnfeasible) as error:
         raise BackendError(f"what MNN's converter wrote is not a file of MNN 3 ({error})") from error
-    order = _order(needs, makes, [ranks.get(name) for name in names])
     for slot, index in zip(slots, order, strict=True):
-        struct.pack_into("<I", data, slot, tables[index] - slot)
+        struct.pack_into("<I", data, slot, tables[index].Pos - slot)
     return bytes(data)
 
 
 def _order(needs: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], ranks: Sequence[int | None]) -> list[int]:
     """Return the indices of the operations: always the one of the lowest rank of those whose inputs are there."""
     makers = {tensor: index for index, tensors in enumerate(makes) for tensor in tensors}
-    sources = [{makers[tensor] for tensor in tensors if tensor in makers} for tensors in needs]
-    users: list[list[int]] = [[] for _ in needs]
-    for index, found in enumerate(sources):
-        for source in found:
-            users[source].append(index)
+    uses = networkx.DiGraph()
+    uses.add_nodes_from(range(len(needs)))
+    uses.add_edges_from((makers[one], index) for index, tensors in enumerate(needs) for one in tensors if one in makers)
     key: list[float] = [float("inf") if rank is None else rank for rank in ranks]
     for index in reversed(range(len(needs))):  # users come later in the file
         if ranks[index] is None:
-            key[index] = min((key[user] for user in users[index]), default=float("inf"))
-    missing = [len(found) for found in sources]
-    ready = [(key[index], index) for index, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for user in users[index]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (key[user], user))
-    return order
+            key[index] = min((key[user] for user in uses[index]), default=float("inf"))
+    return list(networkx.lexicographical_topological_sort(uses, key.__getitem__))
 
 
-def _table(data: bytearray, slot: int) -> int:
-    """Return where the table begins whose offset lies in the slot."""
-    return slot + int(struct.unpack_from("<I", data, slot)[0])
+def _table(data: bytearray, slot: int) -> Any:
+    """Return the table whose offset lies in the slot."""
+    return Table(data, slot + int(struct.unpack_from("<I", data, slot)[0]))
 
 
-def _field(data: bytearray, table: int, index: int) -> int:
-    """Return where the field of a table lies; 0 if it is not there."""
-    described = table - int(struct.unpack_from("<i", data, table)[0])
-    if 4 + 2 * index >= struct.unpack_from("<H", data, described)[0]:
-        return 0
-    offset = int(struct.unpack_from("<H", data, described + 4 + 2 * index)[0])
-    return table + offset if offset else 0
-
-
-def _elements(data: bytearray, slot: int) -> list[int]:
-    """Return where the elements, of four bytes each, of the vector lie whose offset lies in the slot."""
-    if not slot:
-        return []
-    start = _table(data, slot)
-    (count,) = struct.unpack_from("<I", data, start)
-    if start + 4 + 4 * count > len(data):
+def _elements(table: Any, index: int) -> range:
+    """Return where the elements, of four bytes each, of the vector in a field lie; none without the field."""
+    field = table.Offset(4 + 2 * index)
+    if not field:
+        return range(0)
+    start, count = table.Vector(field), table.VectorLen(field)
+    if start + 4 * count > len(table.Bytes):
         raise IndexError(f"{count} elements do not fit into it")
-    return [start + 4 + 4 * i for i in range(count)]
+    return range(start, start + 4 * count, 4)
 
 
-def _numbers(data: bytearray, table: int, index: int) -> list[int]:
-    return [int(struct.unpack_from("<i", data, place)[0]) for place in _elements(data, _field(data, table, index))]
+def _numbers(table: Any, index: int) -> list[int]:
+    return [table.Get(number_types.Int32Flags, place) for place in _elements(table, index)]
 
 
-def _text(data: bytearray, table: int) -> str:
-    slot = _field(data, table, _NAME)
-    if not slot:
-        return ""
-    start = _table(data, slot)
-    return data[start + 4 : start + 4 + struct.unpack_from("<I", data, start)[0]].decode()
+def _name(table: Any) -> str:
+    field = table.Offset(4 + 2 * _NAME)
+    return str(table.String(table.Pos + field).decode()) if field else ""
