@@ -87,32 +87,36 @@ def _watched(network: UNet, x: Tensor, timestep: Tensor, cotangent: Tensor) -> l
     return watch.seen
 
 
-class FloatProducts(TorchFunctionMode):
+class Watcher(TorchFunctionMode):
+    """A mode under which every call of a torch function goes through `called`."""
+
+    def called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the call gives."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.called(func, args, kwargs or {})
+
+
+class FloatProducts(Watcher):
     """Convolutions and matrix products of half-precision tensors are summed in float32 and rounded once.
 
     So the matrix units of a GPU compute them. On processors without half-precision arithmetic this is also hundreds of
     times faster than torch's own kernels.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in PRODUCTS or args[0].dtype == torch.float32:
-            return func(*args, **kwargs)
+    def called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if getattr(function, "__name__", "") not in PRODUCTS or args[0].dtype == torch.float32:
+            return function(*args, **kwargs)
         named = {key: _wide(value) for key, value in kwargs.items()}
-        return func(*map(_wide, args), **named).to(args[0].dtype)
+        return function(*map(_wide, args), **named).to(args[0].dtype)
 
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) else value
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Watcher):
     """Keeps the result of every product with a parameter, under the layer it is of and the way it goes through it."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -124,15 +128,9 @@ class _Watch(TorchFunctionMode):
             layer, _, kind = name.rpartition(".")
             self._places[id(tensor)] = (layer, "gradient" if kind == "input_gradient_weight" else "forward")
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+    def called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
         place = next((self._places[id(a)] for a in args if id(a) in self._places), None)
         if place is None:
             return result

@@ -14,19 +14,18 @@ import onnx
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mdps.export.operators import OPERATORS, UnsupportedOperatorError
-from mdps.export.precision import FloatProducts
+from mdps.export.precision import FloatProducts, Watcher
 
 OPSET, IR_VERSION = 20, 9
 BFLOAT16_OPSET, BFLOAT16_IR_VERSION = 22, 10  # the first in which a convolution may be bfloat16
 _TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
 
 
-class Tracer(TorchFunctionMode):
-    """A function mode that records what it sees: the `operators.Graph` that the operators' entries write to."""
+class Tracer(Watcher):
+    """A mode that records what it sees: the `operators.Graph` that the operators' entries write to."""
 
     def __init__(self, module: nn.Module, batch_input: str) -> None:
         super().__init__()
@@ -40,18 +39,11 @@ class Tracer(TorchFunctionMode):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self._parameters[tensor] = name
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(result) if _tensors(result) else []
         if outputs and any(tensor in self._names for tensor in _tensors([*args, *kwargs.values()])):
-            operator = getattr(func, "__name__", str(func))
+            operator = getattr(function, "__name__", str(function))
             if operator not in OPERATORS:
                 raise UnsupportedOperatorError(f"the exporter has no ONNX form of the torch operator {operator!r}")
             for tensor, name in zip(outputs, OPERATORS[operator](self, outputs, *args, **kwargs), strict=False):
