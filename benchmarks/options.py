@@ -12,11 +12,7 @@ from mdps.runtime.option import Option, check_ranges
 from mdps.runtime.settings import EXIT_SHARES
 
 SCALES = (10.0, 20.0, 50.0, 100.0, 200.0, 300.0)
-PRECISIONS = {
-    "int8-features": "int8 feature network",
-    "fp16-weights": "weights stored in fp16",
-    "bf16-steps": "steps in bfloat16",
-}
+PRECISIONS = {"bf16-steps": "steps in bfloat16"}
 DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
 
 

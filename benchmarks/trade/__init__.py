@@ -17,10 +17,11 @@ from mdps.benchmarks.kit import Say, T, digest, given, measured_with, orders, qu
 from mdps.benchmarks.options import PRECISIONS, TradeOptions
 from mdps.benchmarks.study import FIRST, LAST, MAPS, Runner, settled
 from mdps.benchmarks.study.outcomes import Outcome
-from mdps.benchmarks.trade.bundles import PreciseBundles
+from mdps.benchmarks.trade.bundles import CalibratedBundles
 from mdps.benchmarks.trade.report import markdown, plot
 from mdps.benchmarks.trade.rows import (
     DDAD,
+    ENGINE_OF,
     EXACT,
     GRADIENTS,
     Choice,
@@ -163,7 +164,7 @@ class _Study:
     def __init__(self, ckpt: Path, category: Category, out: Path, options: TradeOptions, say: Say) -> None:
         self._ckpt, self._category, self._out, self._options, self._say = ckpt, category, out, options, say
         good = _spread(category.train, options.calibration)
-        self._bundles = PreciseBundles(out / "bundles", options.choices, say, good, options.threads)
+        self._bundles = CalibratedBundles(out / "bundles", options.choices, say, good, options.threads)
         self._manifest = Manifest.read(self._bundle(Choice(EXACT, max(options.steps))))
         _check(self._manifest.settings)
         reference = Bundle(self._bundle(Choice(EXACT, max(options.steps))), self._manifest, self._manifest.settings)
@@ -203,14 +204,11 @@ class _Study:
         return found
 
     def _possible(self) -> list[str]:
-        """The precisions that this detector can be reduced to; the others are named."""
-        possible = []
+        """The precisions that this machine can compute in; the others are named."""
+        possible, bundle = [], self._bundle(Choice(EXACT, max(self._options.steps)))
         for name in self._options.precisions:
-            choice = Choice(EXACT, max(self._options.steps), precision=name)
             try:
-                bundle = self._bundle(choice)
-                if choice.engine:
-                    _check_opens(bundle, choice.engine)
+                _check_opens(bundle, ENGINE_OF[name])
             except (UsageError, BackendError) as error:
                 self._notes.append(f"{PRECISIONS[name]}: left out, {error}")
             else:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mdps.benchmarks.kit import figure_png, table
-from mdps.benchmarks.options import PRECISIONS
 from mdps.benchmarks.study.outcomes import AUROCS, points, whiskers, with_interval
 from mdps.benchmarks.trade.rows import GRADIENTS, Exits, Pair, Row, Trade
 
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = dict(zip(GRADIENTS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
-PRECISION_MARKS = dict(zip(PRECISIONS, "sDP", strict=True))
 EXPLAINED = (
     "Milliseconds are of one image that lies in memory, medians of {rounds} interleaved rounds with one image each. "
     "AUROCs are in per cent with 95 % bootstrap intervals over the images. Agreement is Pearson's (Spearman's) "
@@ -76,7 +74,7 @@ def plot(found: Trade) -> bytes:
             for passes in (2, 1):
                 _line(axes, found.rows, name, gradient, passes)
         for row in found.rows:
-            if mark := "^" if row.exits else PRECISION_MARKS.get(row.precision):
+            if mark := "^" if row.exits else "P" if row.precision != "fp32" else "":
                 axes.plot([row.median_ms], [_value(row, name)], mark, color="black", mfc="none", label=row.label)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda ms, _: f"{ms:g}")

@@ -23,13 +23,13 @@ from mdps.runtime.manifest import Manifest
 EXACT, FREE, DDAD = "exact", "jacobian-free", "ddad"
 GRADIENTS = (EXACT, FREE, DDAD)
 ENGINE_OF = {f"{row.arithmetic}-steps": row.name for row in ENGINES if row.arithmetic}
-"""The precisions that are an engine's, not the bundle's."""
+"""The engine that computes in a precision of PRECISIONS."""
 OTHER_SEED = 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way: a gradient, N steps a pass, one pass or two, and what is reduced ("" or one of PRECISIONS).
+    """One way: a gradient, N steps a pass, one pass or two, and the precision ("" or one of PRECISIONS).
 
     `scale` is the gradient's guidance scale, None for the bundle's own; `seed` None for the bundle's own. `early_exit`
     is the share of `SamplerSettings`, 0 for none.
@@ -67,7 +67,6 @@ class Choice:
     def variant(self) -> Variant:
         """The variant to run; with one pass, the first of a run of two."""
         export: dict[str, Any] = {"gradient": self.gradient}
-        export |= {"reduced": self.precision} if self.precision and self.engine is None else {}
         export |= {"calibrated": self.steps} if self.early_exit else {}
         if self.scale is not None:
             # The export tries its graphs out: at the scale of another gradient they would rightly be refused.

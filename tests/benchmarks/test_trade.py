@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
-from onnx import numpy_helper
 from PIL import Image
 from scipy.stats import pearsonr, spearmanr
 
@@ -25,13 +22,11 @@ from mdps.benchmarks.study import Changes, with_steps
 from mdps.benchmarks.study.outcomes import Outcome
 from mdps.benchmarks.trade import Clock, Way, _check, _Study, bundles, steps_within, trade
 from mdps.benchmarks.trade.report import markdown
-from mdps.benchmarks.trade.rows import Exits, Trade, agreement, choices
+from mdps.benchmarks.trade.rows import ENGINE_OF, Exits, Trade, agreement, choices
 from mdps.cli import cli
 from mdps.commands import terminal
-from mdps.export import ExportOptions, export_bundle
-from mdps.models.checkpoints import CheckpointOptions
+from mdps.export import ExportOptions
 from mdps.runtime import UsageError, load
-from mdps.runtime.engines.interface import open_session
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import PassSettings, paper_settings, reference_settings
 
@@ -51,16 +46,15 @@ def category(write_category: Callable[..., Path], tmp_path_factory: pytest.TempP
 
 def test_the_reference_comes_first_and_no_way_twice() -> None:
     equal = {"jacobian-free": [6, 10, 20], "ddad": [5, 10, 20]}
-    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("int8-features", "bf16-steps"), (0.5,))
+    found = choices((3, 5, 10), equal, {"ddad": 4.0}, ("bf16-steps",), (0.5,))
     assert (found[0].name, found[0].label) == ("exact_10", "exact, N = 10")
-    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 4
+    assert len({choice.name for choice in found}) == len(found) == 2 * (3 + 5 + 4) + 3
     names = {choice.name: choice for choice in found}
     assert names["ddad_20_one_pass"].variant.first_pass
     assert names["ddad_20"].variant.changes == Changes(guidance_scale=4.0, steps=20)
     scales = {"guidance_scale": 4.0, "masked_guidance_scale": 4.0}
     assert names["ddad_20"].variant.export == {"gradient": "ddad", **scales}
     assert names["jacobian-free_6"].variant.changes.guidance_scale is None
-    assert names["exact_10_int8-features"].variant.export == {"gradient": "exact", "reduced": "int8-features"}
     half = names["exact_10_bf16-steps"]
     assert (half.engine, half.variant.export) == ("openvino-bf16", {"gradient": "exact"})
     assert {choice.engine for choice in found if choice is not half} == {None}
@@ -155,85 +149,6 @@ def test_shared_graphs_compute_what_a_bundle_of_its_own_does(tiny_bundle: Path, 
 # Less precision
 
 
-@pytest.fixture(scope="module")
-def real_features(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with the trained feature network, at its smallest."""
-    load_options = CheckpointOptions(image_size=32)
-    options = ExportOptions(noise_level=10, steps=1, mask_pass=False, feature_size=64, load=load_options)
-    return export_bundle(small_checkpoint, tmp_path_factory.mktemp("real") / "bundle", options)
-
-
-def test_int8_features_are_near_and_the_same_on_both_ways(
-    real_features: Path, category: Category, tmp_path: Path
-) -> None:
-    good = category.train[:3]
-    change = lambda folder, manifest: bundles.quantise_features(folder, manifest, good)  # noqa: E731
-    bundles.reduce_bundle(real_features, tmp_path / "int8", change)
-    manifest = Manifest.read(tmp_path / "int8")  # which checks every file
-    assert manifest.name == "int8"
-    kinds = {node.op_type for node in onnx.load(tmp_path / "int8" / "score.onnx").graph.node}
-    assert {"QuantizeLinear", "DequantizeLinear"} <= kinds
-    assert sum(f.stat().st_size for f in (tmp_path / "int8").glob("features*")) < 0.4 * sum(
-        f.stat().st_size for f in real_features.glob("features*")
-    )
-    full, reduced = (features_and_self_distance(folder, good[0]) for folder in (real_features, tmp_path / "int8"))
-    for one, other in zip(full[0], reduced[0], strict=True):
-        cosine = (one * other).sum(axis=1)
-        assert 0.9 < cosine.mean() < 0.99999  # near, and not the same
-    assert full[1].max() < 1e-5
-    assert reduced[1].max() < 1e-3  # an image is no different from itself
-
-
-def features_and_self_distance(bundle: Path, picture: Path) -> tuple[list[np.ndarray], np.ndarray]:
-    """Features of a picture, and its map when it is its own posterior sample."""
-    manifest = Manifest.read(bundle)
-    image = manifest.preprocessing(picture)[None]
-    run = {role: onnxruntime.InferenceSession(str(bundle / f"{role}.onnx")) for role in ("features", "score")}
-    features = run["features"].run(None, {"image": image})
-    feeds = {f"observation_features_{i + 1}": feature for i, feature in enumerate(features)}
-    scalars = {name: np.float32(0) for name in ("mask_lambda", "mask_low", "mask_high", "mask_frozen")}
-    feeds |= {"posterior_samples": image[None], "observation": image, **{k: np.asarray(v) for k, v in scalars.items()}}
-    return features, run["score"].run(["anomaly_map"], feeds)[0]
-
-
-def test_weights_in_fp16_are_those_weights_rounded_and_all_else_is_the_same(tiny_bundle: Path, tmp_path: Path) -> None:
-    precise = bundles.PreciseBundles(tmp_path, {}, lambda _: None, ())
-    bundles.reduce_bundle(tiny_bundle, tmp_path / "half", precise._fp16)
-    name = "guided_step.onnx"
-    full, half = onnx.load(tiny_bundle / name), onnx.load(tmp_path / "half" / name)
-    wanted = {tensor.name: numpy_helper.to_array(tensor) for tensor in full.graph.initializer}
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in half.graph.initializer}
-    halves = {key for key in stored if key.endswith(".half")}
-    assert halves
-    for key, values in wanted.items():
-        kept = stored.get(f"{key}.half", stored.get(key))
-        assert kept is not None
-        rounded = values.astype(np.float16) if f"{key}.half" in halves else values
-        np.testing.assert_array_equal(kept, rounded)
-    one, other = (denoised(folder) for folder in (tiny_bundle, tmp_path / "half"))
-    assert 1e-5 < np.abs(one - other).max() < 1e-2 * np.abs(one).max()
-
-
-def denoised(bundle: Path) -> np.ndarray:
-    """Return an edge after a plain step of the bundle."""
-    image = np.full((1, 3, 32, 32), 0.2, np.float32)
-    image[..., 10:20, 10:20] = -0.5
-    feeds = {"x_t": image, "observation": image, "mask": np.ones_like(image[:, :1]), "noise": 0 * image}
-    feeds |= {name: np.float32(v) for name, v in (("timestep", 99), ("alpha_t", 0.6), ("alpha_s", 0.7), ("sigma_t", 0))}
-    with contextlib.closing(open_session(bundle / "plain_step.onnx", threads=1)) as session:
-        return session.run({name: np.asarray(feeds[name]) for name in session.inputs})["eps"]
-
-
-def test_what_cannot_be_reduced_is_told(tiny_bundle: Path, tmp_path: Path) -> None:
-    manifest = Manifest.read(tiny_bundle)
-    settings = replace(manifest.settings, score=replace(manifest.settings.score, stages=()))
-    precise = bundles.PreciseBundles(tmp_path, {}, lambda _: None, ())
-    with pytest.raises(UsageError, match="no feature network to quantise"):
-        precise._int8(tmp_path, replace(manifest, settings=settings))
-    with pytest.raises(UsageError, match="no good training images"):
-        precise._int8(tmp_path, manifest)
-
-
 def test_a_way_on_another_backend_is_opened_on_it(tiny_bundle: Path, category: Category) -> None:
     settings = Manifest.read(tiny_bundle).settings
     ways = [Way("usual", tiny_bundle, settings), Way("other", tiny_bundle, settings, "openvino")]
@@ -261,7 +176,7 @@ def test_arithmetic_that_the_processor_lacks_is_left_out_and_told(
 def options() -> TradeOptions:
     return TradeOptions(
         steps=(1, 2),
-        precisions=("fp16-weights",),
+        precisions=("bf16-steps",),
         exits=(0.95,),
         rounds=2,
         threads=1,
@@ -275,7 +190,9 @@ def found(
     small_checkpoint: Path, category: Category, options: TradeOptions, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Trade]:
     out = tmp_path_factory.mktemp("trade")
-    return out, trade(small_checkpoint, category, out, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINE_OF, "bf16-steps", "openvino")  # which every processor has
+        return out, trade(small_checkpoint, category, out, options)
 
 
 def test_the_study_measures_every_way(found: tuple[Path, Trade]) -> None:
@@ -285,7 +202,7 @@ def test_the_study_measures_every_way(found: tuple[Path, Trade]) -> None:
     assert reference.agreement is not None
     assert reference.agreement.pearson == pytest.approx(1.0)
     by_name = {row.name: row for row in result.rows}
-    assert {"exact_1_one_pass", "jacobian-free_2", "ddad_1", "exact_2_fp16-weights", "exact_2_seed_1"} <= set(by_name)
+    assert {"exact_1_one_pass", "jacobian-free_2", "ddad_1", "exact_2_bf16-steps", "exact_2_seed_1"} <= set(by_name)
     assert "exact_2_exit_0.95" in by_name
     assert by_name["exact_2_seed_1"].median_ms is None
     for row in others:
@@ -294,9 +211,10 @@ def test_the_study_measures_every_way(found: tuple[Path, Trade]) -> None:
         assert 0 <= row.metrics["image_auroc"] <= 1
         assert row.intervals["pixel_auroc"][0] <= row.metrics["pixel_auroc"] <= row.intervals["pixel_auroc"][1]
         assert row.runs == (0 if row.name.endswith("seed_1") else 2)
-    agreed = by_name["exact_2_fp16-weights"].agreement
-    assert agreed is not None
-    assert 0.99 < agreed.pearson < 1
+    other = by_name["exact_2_bf16-steps"]
+    assert other.agreement is not None
+    assert other.agreement.pearson > 0.99
+    assert all(engine.startswith("OpenVINO") for engine in other.provenance["engines"].values())
     saved = json.loads((out / "trade.json").read_text())
     assert saved == json.loads(json.dumps(result.to_json()))
     assert "| exact, N = 2 |" in (out / "trade.md").read_text()
@@ -391,6 +309,7 @@ def test_a_study_that_was_made_is_not_made_again(
 
     monkeypatch.setattr("mdps.benchmarks.study.evaluate", never)
     monkeypatch.setattr(Clock, "measure", never)
+    monkeypatch.setitem(ENGINE_OF, "bf16-steps", "openvino")
     again = trade(small_checkpoint, category, out, options)
     assert [row.metrics for row in again.rows] == [row.metrics for row in result.rows]
     assert [row.median_ms for row in again.rows] == [row.median_ms for row in result.rows]
@@ -427,5 +346,5 @@ def test_the_command_asks_for_what_was_given(
     assert options.choices["eta"] == 1.0
     assert not {"gradient", "steps", "mask_pass", "method"} & options.choices.keys()
     assert terminal.run(cli, command) == 0
-    assert asked[1][3].precisions == ("int8-features", "fp16-weights", "bf16-steps")
+    assert asked[1][3].precisions == ("bf16-steps",)
     assert markdown(found[1]).startswith("# What a millisecond buys")
