@@ -77,7 +77,7 @@ def export_bundle(
         say(f"Warning: {sentence}")
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
     trained_noise = _trained_noise(denoiser)
-    settings = options.settings(preprocessing.network_size, trained_noise or "gaussian")
+    settings = options.settings(preprocessing.network_size, trained_noise or "gaussian", denoiser.schedule)
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)

@@ -62,6 +62,12 @@ class _Plan:
     alpha_first: float
     steps: tuple[Step, ...]
     guidance_scale: float
+    by_samples: bool
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether it is guided, and whether by the samples of the pass before."""
+        return self.guidance_scale > 0, self.by_samples
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,12 @@ class _Composer:
         features = self._features(y)
         mask = self.add.constant(np.ones((1, 1, height, width), dtype=np.float32))
         anomaly_map, score = mask, self.add.constant(np.zeros(1, dtype=np.float32))  # of the right shapes
-        for _, plans in groupby(self._plans(), lambda plan: plan.guidance_scale > 0):
-            mask, anomaly_map, score = self._passes(list(plans), y, features, [mask, anomaly_map, score])
+        plans, found = self._plans(), [mask, anomaly_map, score]
+        if any(plan.by_samples for plan in plans):
+            found.append(y)  # in the place of the samples before the first pass, which reads none
+        for _, alike in groupby(plans, lambda plan: plan.kind):
+            found = self._passes(list(alike), y, features, found)
+        _, anomaly_map, score, *_ = found
         flat = self.add("Reshape", anomaly_map, self.add.shape(height, width), name="anomaly_map")
         return (flat, *self._verdict(flat, score))
 
@@ -91,7 +101,7 @@ class _Composer:
         plans = []
         for index, one in enumerate(sampler.passes):
             alpha_first, steps = plan_steps(schedule, sampler.time_index, one, sampler.eta_ddim)
-            plans.append(_Plan(index, alpha_first, steps, one.guidance_scale))
+            plans.append(_Plan(index, alpha_first, steps, one.guidance_scale, one.target == "previous"))
         return plans
 
     def _features(self, y: str) -> dict[str, str]:
@@ -101,19 +111,22 @@ class _Composer:
         return self.add.splice(graph, {"image": y}, [output.name for output in graph.output])
 
     def _passes(self, plans: Sequence[_Plan], y: str, features: dict[str, str], carried: list[str]) -> list[str]:
-        """Run passes of one kind, all guided or all plain, each under the mask of the one before."""
+        """Run passes of one kind, each under the mask of the one before; mask, map, score, and samples if carried."""
         numbers = _Numbers(self.add, self.manifest, plans)
+        ones = self.add.constant(np.ones((1, 1, *self.manifest.preprocessing.network_size), dtype=np.float32))
 
         def write(body: Merger, index: str, current: list[str]) -> list[str]:
-            samples = self._sample(body, numbers, index, y, current[0])
+            mask, _, _, *before = current
+            guide = (before[0], ones) if plans[0].by_samples else (y, mask)
+            samples = self._sample(body, numbers, index, y, guide)
             found = self._score(body, samples, y, features)
-            return [found["mask"], found["anomaly_map"], found["anomaly_score"]]
+            return [found["mask"], found["anomaly_map"], found["anomaly_score"], *([samples] if before else [])]
 
         # The scoring network's weights stay outside: the features of the observation are computed with them too.
         return self.add.loop(self.add.scalar(len(plans), np.int64), carried, write, own_constants=False)
 
-    def _sample(self, add: Merger, numbers: "_Numbers", pass_index: str, y: str, mask: str) -> str:
-        """Run Algorithm 1; float32 [N_s, 3, H, W]."""
+    def _sample(self, add: Merger, numbers: "_Numbers", pass_index: str, y: str, guide: tuple[str, str]) -> str:
+        """Run Algorithm 1 from y, guided by an image under a mask; float32 [N_s, 3, H, W]."""
         graph = self._graph("guided_step" if numbers.guided else "plain_step")
         start, z = numbers.of_pass(add, "start", pass_index), numbers.of_pass(add, "z", pass_index)
         x_first = add("Add", add("Mul", y, numbers.of_pass(add, "signal", pass_index)), start)
@@ -121,7 +134,7 @@ class _Composer:
 
         def write(body: Merger, index: str, current: list[str]) -> list[str]:
             feeds = numbers.of_step(body, body("Add", offset, index))
-            feeds |= {"x_t": current[0], "observation": y, "mask": mask, "mask_noise": z}
+            feeds |= {"x_t": current[0], "observation": guide[0], "mask": guide[1], "mask_noise": z}
             return [body.splice(graph, feeds, ["x_s"])["x_s"]]
 
         return add.loop(numbers.of_pass(add, "count", pass_index), [x_first], write, own_constants=True)[0]

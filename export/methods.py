@@ -7,10 +7,13 @@ What differs from the publications is told in docs/use/methods.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mdps.runtime.errors import UsageError
+from mdps.runtime.errors import UsageError, require
+from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import (
     MaskSettings,
+    Mode,
     PassSettings,
     Settings,
     gaussian_kernel,
@@ -20,6 +23,7 @@ from mdps.runtime.settings import (
 )
 
 Size = tuple[int, int]
+LINEAR = NoiseSchedule.linear()
 
 
 def ddim(size: Size) -> Settings:
@@ -72,12 +76,62 @@ def autoddpm(size: Size) -> Settings:
     return replace(base, mode="autoddpm", sampler=sampler, mask=MaskSettings(0.13, "per-image"))
 
 
+def one_call(size: Size) -> Settings:
+    """Denoise once from T = 100: the fewest calls that reconstruct."""
+    return _few_calls(size, "one-call", PassSettings(noise_level=100, guidance_scale=0.0, steps=1))
+
+
+def noise_pair(size: Size) -> Settings:
+    """Denoise once from T = 200 under a noise and under its negative, whose errors cancel in part."""
+    first = PassSettings(noise_level=200, guidance_scale=0.0, steps=1)
+    return _few_calls(size, "noise-pair", first, samples=2, antithetic=True)
+
+
+def diffusionad(size: Size) -> Settings:
+    """Follow DiffusionAD (Zhang et al. 2023, arXiv:2303.08730): x0 found at T = 250 guides the denoising from T = 100.
+
+    w = 1 is args1.json of github.com/HuiZhang0812/DiffusionAD; the noise levels are what we measured.
+    """
+    first = PassSettings(noise_level=250, guidance_scale=0.0, steps=1)
+    second = PassSettings(noise_level=100, guidance_scale=1.0, steps=1, target="previous")
+    return _few_calls(size, "diffusionad", first, masked_pass=second, gradient="ddad")
+
+
+def noise_error(size: Size) -> Settings:
+    """Return the mean squared error of the noise that one call finds at T = 50: no feature network."""
+    few = _few_calls(size, "noise-error", PassSettings(noise_level=50, guidance_scale=0.0, steps=1))
+    eta = noise_error_weight(LINEAR, few.sampler.first_pass.noise_level)
+    return replace(few, score=replace(few.score, stages=(), pixel="squared", eta=eta))
+
+
+def noise_error_weight(schedule: NoiseSchedule, noise_level: int) -> float:
+    """Return eta that makes the squared difference after one call from T the mean over channels of (z - eps)^2.
+
+    x0 - y = sqrt((1 - a) / a) (z - eps), whatever the guidance. UsageError for a T beyond the schedule.
+    """
+    require(noise_level <= len(schedule), f"noise level {noise_level} is beyond the {len(schedule)} of the schedule")
+    alpha = float(schedule.alphas_cumprod[noise_level - 1])
+    return alpha / (3 * (1 - alpha))
+
+
+def _few_calls(size: Size, mode: Mode, first: PassSettings, **sampler: Any) -> Settings:
+    """The paper's map, blurred by 2 pixels at 64 x 64; the score is its maximum."""
+    base, sigma = paper_settings(size), min(size) / 32
+    score = replace(base.score, smoothing_sigma=sigma, smoothing_kernel=gaussian_kernel(sigma), top=1)
+    changed = replace(base.sampler, **({"first_pass": first, "masked_pass": None} | sampler))
+    return replace(base, mode=mode, sampler=changed, score=score)
+
+
 METHODS: dict[str, Callable[[Size], Settings]] = {
     "mdps": paper_settings,
     "ddim": ddim,
     "anoddpm": anoddpm,
     "autoddpm": autoddpm,
     "ddad": ddad,
+    "one-call": one_call,
+    "noise-pair": noise_pair,
+    "diffusionad": diffusionad,
+    "noise-error": noise_error,
 }
 
 

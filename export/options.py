@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from mdps.export.methods import METHODS, method, preset
+from mdps.export.methods import LINEAR, METHODS, method, noise_error_weight, preset
 from mdps.models.checkpoints.statements import CheckpointOptions
 from mdps.runtime.engines import ENGINES, named
 from mdps.runtime.errors import require
 from mdps.runtime.option import Option, build
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import (
     PassSettings,
     SamplerSettings,
@@ -42,8 +43,9 @@ class ExportOptions:
     The fields that `PassSettings`, `SamplerSettings`, `ScoreSettings` and `MaskSettings` have too mean what they mean
     there, in the same ranges. A `preset` is MDPS in the mode `reference`, without one it is `paper`. `noise_level` is
     that of the passes which start from the observation; a stitched one keeps its own, and takes steps as long as the
-    first pass's. `crop` "input" cuts `crop_size` out of the resized image before the network, "metrics" only for
-    evaluation. `roi` is in pixels of the photograph; `load` is what the checkpoint does not say.
+    first pass's; one that another guides keeps its own too. `crop` "input" cuts `crop_size` out of the resized image
+    before the network, "metrics" only for evaluation. `roi` is in pixels of the photograph; `load` is what the
+    checkpoint does not say.
 
     The bundle also holds the files of `engine`, where it reads its own: "mnn" the step graphs for a CPU, the others
     plans for cards of each `compute_capability`. An engine that was left out of `engines` is compared when it first
@@ -87,7 +89,7 @@ class ExportOptions:
     mask_range: Annotated[Literal["per-image", "frozen"] | None, Option("Min and max of the image or good parts.")] = (
         None
     )
-    samples: Annotated[int, Option("Posterior samples an image.", low=1)] = 1
+    samples: Annotated[int | None, Option("Posterior samples an image [default: 1; noise-pair: 2].", low=1)] = None
     seed: Annotated[int, Option("Of the noise bank.", low=0)] = 0
     backbone: Annotated[str | None, Option("Feature network: efficientnet_lite0, or any of timm's.")] = None
     backbone_weights: Annotated[Path | None, Option("Its weights [default: installed or cached].")] = None
@@ -169,8 +171,13 @@ class ExportOptions:
         changed = trained if self.crop is None else replace(trained, crop=self.crop, crop_size=self.crop_size)
         return changed if self.roi is None else replace(changed, roi=self.roi)
 
-    def settings(self, size: tuple[int, int], trained_noise: Literal["gaussian", "simplex"] = "gaussian") -> Settings:
-        """Return all settings for a network of `size` (H, W) that was trained on such noise."""
+    def settings(
+        self,
+        size: tuple[int, int],
+        trained_noise: Literal["gaussian", "simplex"] = "gaussian",
+        schedule: NoiseSchedule = LINEAR,
+    ) -> Settings:
+        """Return all settings for a network of `size` (H, W) that was trained on such noise, by such a schedule."""
         base = self._base(size)
         base = replace(base, sampler=replace(base.sampler, noise=self.noise or trained_noise))
         skip = base.sampler.first_pass.skip
@@ -179,7 +186,10 @@ class ExportOptions:
             f"--steps belongs to the paper's time index; this preset or method counts steps by its skip of {skip}",
         )
         mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range)
-        return replace(base, sampler=self._sampler(base.sampler), score=self._score(base, size), mask=mask)
+        sampler, score = self._sampler(base.sampler), self._score(base, size)
+        if base.mode == "noise-error" and self.eta is None:
+            score = replace(score, eta=noise_error_weight(schedule, sampler.first_pass.noise_level))
+        return replace(base, sampler=sampler, score=score, mask=mask)
 
     def _base(self, size: tuple[int, int]) -> Settings:
         require(
@@ -207,10 +217,12 @@ class ExportOptions:
             masked is not None or self.masked_guidance_scale is None,
             "--masked-guidance-scale is of the masked pass, and there is none: add --mask-pass, or leave it out",
         )
-        changed = replace(base, first_pass=first, masked_pass=masked, samples=self.samples, seed=self.seed)
-        return _given(changed, gradient=self.gradient, guidance_norm=self.guidance_norm)
+        changed = replace(base, first_pass=first, masked_pass=masked, seed=self.seed)
+        return _given(changed, gradient=self.gradient, guidance_norm=self.guidance_norm, samples=self.samples)
 
     def _masked(self, base: PassSettings, first: PassSettings) -> PassSettings:
+        if base.target == "previous":
+            return _given(base, guidance_scale=self.guidance_scale, steps=self.steps)
         if base.start == "observation":
             return self._pass(base)
         changed = _given(base, guidance_scale=self.guidance_scale)

@@ -171,12 +171,13 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
             mask[:images],
             index,
             pipeline.noise,
-            previous=np.repeat(y[:images], many // images, axis=0),
+            previous=np.repeat(-y[:images], many // images, axis=0),
         )
         first, state = next(sampling), next(sampling)
         ty, tm = (torch.from_numpy(a[:images]).repeat_interleave(many // images, dim=0) for a in (y, mask))
         noise = _noise(pipeline, index, images)
-        states = oracles.posterior_sampling(eps, ty, tm, noise.first, noise.steps, oracle, inpainting=noise)
+        ty, tm, start = oracles.conditions(oracle, ty, tm, -ty)
+        states = oracles.posterior_sampling(eps, ty, tm, noise.first, noise.steps, oracle, start, noise)
         next(states)
         report.compare("one_step", state.x, next(states))
         if one.guidance_scale and state.guidance_gradient is not None and state.step is not None:

@@ -33,6 +33,7 @@ class Oracle:
     skip: int = 20  # reference times: the distance of the called timesteps
     resamples: int = 1  # how often a step is made (RePaint)
     stitched: bool = False  # starts from the pass before inside the mask
+    by_samples: bool = False  # those of the pass before guide it in the place of y, without a mask
     guidance_scale: float = 100.0  # rho, w
     squared_norm: bool = False
     use_jacobian: bool = True
@@ -213,6 +214,22 @@ def mask_of(anomaly_map: Tensor, oracle: Oracle, low: Tensor | None = None, high
     return (anomaly_map > low + oracle.mask_lambda * (high - low)).float()
 
 
+def conditions(
+    oracle: Oracle, y: Tensor, mask: Tensor, previous: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what guides a pass, under which mask, and what is noised at its start (None: what guides it).
+
+    A stitched pass (Bercea et al. 2023) starts from the samples of the one before it inside the mask, y outside; one of
+    DiffusionAD (Zhang et al. 2023) starts from y and goes towards these samples everywhere.
+    """
+    if not (oracle.stitched or oracle.by_samples):
+        return y, mask, None
+    assert previous is not None
+    if oracle.by_samples:
+        return previous, torch.ones_like(mask), y
+    return y, mask, mask * previous + (1 - mask) * y
+
+
 def mdps(
     eps: Eps,
     features: Features,
@@ -223,7 +240,7 @@ def mdps(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the whole method: every pass samples under the mask the one before it made (at first `mask`, 1 by default).
 
-    A stitched pass starts from the samples of the one before it inside the mask (at first `previous`), y outside.
+    `previous` are the samples before the first of these passes, for those that need such (see `conditions`).
     Returns anomaly map [B, 1, H, W], score [B], the last mask used, the posterior samples of every pass (image-major).
     """
     next_mask = torch.ones_like(y[:, :1]) if mask is None else mask
@@ -232,11 +249,8 @@ def mdps(
         mask = next_mask  # of the pass before
         count = noise.first.shape[0] // y.shape[0]
         many_y, many_mask = y.repeat_interleave(count, dim=0), mask.repeat_interleave(count, dim=0)
-        start = None
-        if oracle.stitched:  # Bercea et al. 2023
-            assert previous is not None
-            start = many_mask * previous + (1 - many_mask) * many_y
-        *_, x0 = posterior_sampling(eps, many_y, many_mask, noise.first, noise.steps, oracle, start, noise)
+        guide, under, start = conditions(oracle, many_y, many_mask, previous)
+        *_, x0 = posterior_sampling(eps, guide, under, noise.first, noise.steps, oracle, start, noise)
         previous = x0
         repeated = [f.repeat_interleave(count, dim=0) for f in features_y]
         differences = difference(many_y, x0, repeated, features(x0), oracle)

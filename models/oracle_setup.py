@@ -61,6 +61,7 @@ def oracle_of(settings: Settings, betas: Sequence[float], pass_index: int) -> Or
         skip=one.skip or 0,
         resamples=one.resamples,
         stitched=one.start == "stitched",
+        by_samples=one.target == "previous",
         guidance_scale=one.guidance_scale,
         squared_norm=sampler.guidance_norm == "squared",
         use_jacobian=sampler.gradient == "exact",

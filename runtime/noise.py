@@ -41,18 +41,20 @@ class Noise(Protocol):
 class NoiseBank:
     """Standard normal or simplex noise keyed by (seed, sample, pass, step, shape); the same for every image.
 
+    `antithetic`: each odd sample has the negative of the noise of the one before it.
     NumPy promises that the stream of RandomState never changes, which its newer generators do not.
     """
 
     seed: int
     shape: tuple[int, int, int]
     kind: Literal["gaussian", "simplex"] = "gaussian"
+    antithetic: bool = False
     _kept: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, sampler: "SamplerSettings", size: tuple[int, int]) -> Self:
         """The bank of these settings for a network of images of `size` (H, W)."""
-        return cls(sampler.seed, (3, *size), sampler.noise)
+        return cls(sampler.seed, (3, *size), sampler.noise, sampler.antithetic)
 
     def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
         """Read-only float32 [images * samples, 3, H, W]; the first k samples are those of `draw(.., k)`.
@@ -75,6 +77,8 @@ class NoiseBank:
         return noise
 
     def _one(self, sample: int, pass_index: int, step_index: int) -> NDArray[np.float32]:
+        if self.antithetic and sample % 2:
+            return -self._one(sample - 1, pass_index, step_index)
         key = np.random.SeedSequence([self.seed, sample, pass_index, step_index + 1, *self.shape])
         stream = np.random.RandomState(np.random.MT19937(key))
         if self.kind == "simplex":

@@ -25,7 +25,8 @@ class Inspection:
     """The arrays found on B images with N_s samples each.
 
     `anomaly_map` [B, 1, H, W], `anomaly_score` [B]; `first_map` and `first_score` are those of the first pass (the same
-    where there is no other); `mask` [B, 1, H, W], made from `first_map`, is the one the masked pass ran under;
+    where there is no other); `mask` [B, 1, H, W], made from `first_map`, is the one the masked pass ran under, unless
+    the first one's samples guided it;
     `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B; `early_exit` [B]
     bool: which images skipped the masked pass, so that their map, score and samples are the first pass's.
     """

@@ -47,7 +47,8 @@ def posterior_sampling(
     """Algorithm 1 on `observation` [B, 3, H, W] under `mask` [B, 1, H, W]; pass 0 is the first, 1 the masked.
 
     Yields the first x_T, then every x_s; the last `x` is the posterior sample [B * N_s, 3, H, W], image-major.
-    `previous`, the samples of the pass before in that shape, is what a stitched start needs (UsageError without).
+    `previous`, the samples of the pass before in that shape, is what a stitched start and a pass that they guide need
+    (UsageError without).
 
     A state's arrays are its own, to keep. With `reuse` they are not: it has `x` only, in one of two buffers that all
     steps share, and is valid until the next state is asked for; the last one stays, for the buffers are this pass's.
@@ -56,7 +57,10 @@ def posterior_sampling(
     session = sessions.step(this_pass.guidance_scale)
     alpha_T, steps = plan_steps(schedule, settings.time_index, this_pass, settings.eta_ddim)  # noqa: N806
     y, m = np.repeat(observation, samples, axis=0), np.repeat(mask, samples, axis=0)
-    inpaint = settings.mask_rule == "inpaint" and not mask.all()
+    guide = y
+    if this_pass.target == "previous":
+        guide, m = _given(previous), np.ones_like(m)
+    inpaint = settings.mask_rule == "inpaint" and not m.all()
     draw = partial(noise.draw, pass_index, samples=samples, images=len(observation))
 
     # Line 1 to 2. The authors' code uses this same z to noise the known part in the replace rule.
@@ -64,7 +68,7 @@ def posterior_sampling(
     x_t, x_s = np.empty_like(y), np.empty_like(y)
     _mix(_start(this_pass, y, m, previous), alpha_T, z, x_t, spare=x_s)
     yield State(INITIAL, None, x_t if reuse else x_t.copy())
-    known = {"observation": y, "mask": m, "guidance_scale": np.asarray(this_pass.guidance_scale, dtype=np.float32)}
+    known = {"observation": guide, "mask": m, "guidance_scale": np.asarray(this_pass.guidance_scale, dtype=np.float32)}
     bound = session.bind(_named(session.inputs, known if inpaint else known | {"mask_noise": z}))
     for n, step in enumerate(steps):  # line 3; t and s of line 4 are in `step`
         feeds = {"x_t": x_t, "noise": draw(n) if step.sigma_t else none, **step_scalars(step)}  # line 11
@@ -83,9 +87,15 @@ def posterior_sampling(
 def _start(this_pass: PassSettings, y: Image, m: Image, previous: Image | None) -> Image:
     if this_pass.start == "observation":
         return y
+    return np.where(m > 0, _given(previous), y)
+
+
+def _given(previous: Image | None) -> Image:
     if previous is None:
-        raise UsageError("a stitched pass starts from the samples of the pass before it, and none were given")
-    return np.where(m > 0, previous, y)
+        raise UsageError(
+            "this pass starts from the samples of the one before it, or is guided by them: none were given"
+        )
+    return previous
 
 
 def _mix(image: Image, alpha: float, noise: Image, out: Image, spare: Image) -> None:

@@ -12,6 +12,11 @@ EXIT_SHARES = tuple(k / 20 for k in range(1, 20))
 """Shares of good parts whose first-pass scores a calibration records, and so the early exits there are."""
 
 
+Mode = Literal[
+    "paper", "reference", "ddim", "ddad", "anoddpm", "autoddpm", "one-call", "noise-pair", "diffusionad", "noise-error"
+]
+
+
 @dataclass(frozen=True)
 class PassSettings(Record):
     """One sampling pass: noise level T >= 1, guidance scale (rho, w) >= 0, and `steps` N (paper) or `skip` (reference).
@@ -19,8 +24,8 @@ class PassSettings(Record):
     `start`: what is noised to T, the observation, or "stitched": the samples of the pass before inside the mask and the
     observation outside (AutoDDPM, Bercea et al. 2023). `resamples`: how often each step but the last is made; before it
     is made again its result is noised back to where the step began (RePaint, Lugmayr et al. 2022); 1 to 1000.
-    `target`: what guides, the observation, or the samples of the pass before, and then the mask is not used
-    (DiffusionAD, Zhang et al. 2023).
+    `target`: what guides, the observation, or "previous": the samples of the pass before, under no mask; the pass
+    itself starts from the observation (DiffusionAD, Zhang et al. 2023).
     UsageError for a value out of its range, here and in all settings.
     """
 
@@ -38,6 +43,8 @@ class PassSettings(Record):
         require((self.steps is None) != (self.skip is None), "a pass needs either steps or skip, not both")
         require((self.steps or self.skip or 0) >= 1, "steps and skip should be at least 1")
         require(1 <= self.resamples <= 1000, f"resamples {self.resamples} should lie between 1 and 1000")
+        both = self.target == "previous" and self.start != "observation"
+        require(not both, "a pass that is guided by the one before starts from the observation: it cannot be stitched")
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class SamplerSettings(Record):
     network's vector-Jacobian product, at twice the cost of a forward.
     `early_exit`: an image that scores no higher in the first pass than this share of good parts did, nor than the
     threshold, skips the masked pass; one of EXIT_SHARES, or 0 where every image goes through all passes.
-    `antithetic`: every second sample starts from the noise of the one before, negated; needs an even number of samples.
+    `antithetic`: the noises of every second sample are those of the one before, negated; needs an even number.
     `eta_ddim` lies in [0, 1], `samples` (N_s) in 1..4096, `seed` in 0..2^63 - 1.
     """
 
@@ -155,7 +162,7 @@ class MaskSettings(Record):
 class Settings(Record):
     """All of the method; `mode` only labels where the values came from: the paper, its code, or another method."""
 
-    mode: Literal["paper", "reference", "ddim", "ddad", "anoddpm", "autoddpm"]
+    mode: Mode
     sampler: SamplerSettings
     score: ScoreSettings
     mask: MaskSettings

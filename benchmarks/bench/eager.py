@@ -84,7 +84,8 @@ class Eager:
         features_y = [feature.repeat_interleave(n, dim=0) for feature in self.features(y)]
         passes_ms = 0.0
         for oracle, noise in self.passes:
-            x0, ms = self.timer(lambda o=oracle, z=noise, m=mask: self._sample(o, z, many_y, m))  # type: ignore[misc]
+            given = (oracle, noise, many_y, mask, found.samples[-1] if found.samples else None)
+            x0, ms = self.timer(lambda given=given: self._sample(*given))  # type: ignore[misc]
             passes_ms += ms
             each = oracles.difference(many_y, x0, features_y, self.features(x0), oracle)
             anomaly_map = each.reshape(len(y), n, 1, *y.shape[-2:]).mean(dim=1)
@@ -95,10 +96,13 @@ class Eager:
             found.masks.append(mask)
         return replace(found, passes_ms=passes_ms)
 
-    def _sample(self, oracle: Oracle, noise: Sequence[Tensor], many_y: Tensor, mask: Tensor) -> Tensor:
-        many_mask = mask.repeat_interleave(self.samples, dim=0)
+    def _sample(
+        self, oracle: Oracle, noise: Sequence[Tensor], many_y: Tensor, mask: Tensor, before: Tensor | None
+    ) -> Tensor:
+        given = oracles.conditions(oracle, many_y, mask.repeat_interleave(self.samples, dim=0), before)
+        guide, many_mask, start = given
         first, *steps = [z.repeat(len(many_y) // self.samples, 1, 1, 1) for z in noise]
-        *_, x0 = oracles.posterior_sampling(self.eps, many_y, many_mask, first, steps, oracle)
+        *_, x0 = oracles.posterior_sampling(self.eps, guide, many_mask, first, steps, oracle, start)
         return x0
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mdps.export import ExportOptions, export_bundle
+from mdps.export.methods import method
 from mdps.export.single_file import export_single_file
 from mdps.models.checkpoints import NETWORK_OPTIONS, CheckpointOptions, Denoiser, load_denoiser, save_denoiser
 from mdps.models.unet import UNet
@@ -33,7 +34,7 @@ class Reexporter:
         """The bundle of a method of `export.methods`, with this bundle's feature network, samples and seed."""
         old, seen = self.manifest.settings, self.manifest.preprocessing
         features: dict[str, Any] = {"backbone_weights": self.backbone_weights}
-        if name != "anoddpm":  # it compares pixels
+        if method(name, seen.network_size).score.stages:  # the others compare pixels
             features |= {key: getattr(old.score, key) for key in ("backbone", "stages", "feature_size")}
         options = ExportOptions(
             method=name, samples=old.sampler.samples, seed=old.sampler.seed, crop=seen.crop, crop_size=seen.crop_size,
@@ -79,7 +80,7 @@ class _Alike(ExportOptions):
 
     like: Manifest | None = None
 
-    def settings(self, size: tuple[int, int], trained_noise: Literal["gaussian", "simplex"] = "gaussian") -> Settings:
+    def settings(self, size: tuple[int, int], *_: object, **__: object) -> Settings:
         assert self.like is not None
         old, (height, width) = self.like.settings, self.like.preprocessing.network_size
         top = max(1, round(old.score.top * size[0] * size[1] / (height * width)))

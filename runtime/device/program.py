@@ -87,7 +87,7 @@ class Pass:
 
     `noise` is that of each step and `initial` that of the first x_t, with so many rows that any chunk finds its own
     in one piece; `scalars` are those of each step, in the layout of a binding. `root` and `noise_part` make the first
-    x_t of an image on the host: root * y + noise_part.
+    x_t of an image on the host: root * y + noise_part. `by_samples`: those of the pass before guide it, without a mask.
     """
 
     engine: DeviceEngine
@@ -97,6 +97,7 @@ class Pass:
     scalars: tuple[Buffer, ...]
     root: np.float32
     noise_part: NDArray[np.float32]
+    by_samples: bool
 
     def begin(self, observations: NDArray[np.float32], into: NDArray[np.float32]) -> None:
         """The first x_t of each sample of images [B, 3, H, W], written as [B * N_s, 3, H, W]."""
@@ -129,6 +130,7 @@ def upload_passes(
                 scalars=tuple(table),
                 root=signal_root(alpha),
                 noise_part=first * noise_root(alpha),
+                by_samples=one_pass.target == "previous",
             )
         )
     return tuple(passes)
@@ -287,8 +289,11 @@ class Program:
             x_t, x_s = step.buffers["x_t"], step.buffers["x_s"]
             skipped = start % self._samples * row  # rows of noise before that of this chunk's first sample
             self._device.copy(x_t.address, self.given[f"x_{index}"].address + start * row, x_t.nbytes)
-            self._repeat(self.given["observation"], step.buffers["observation"], start)
-            if index:
+            if one_pass.by_samples:
+                self._device.copy(step.buffers["observation"].address, samples.address + start * row, count * row)
+            else:
+                self._repeat(self.given["observation"], step.buffers["observation"], start)
+            if index and not one_pass.by_samples:
                 self._repeat(self.found["mask"], step.buffers["mask"], start)
             else:
                 self._device.copy(step.buffers["mask"].address, self._ones.address, step.buffers["mask"].nbytes)

@@ -1,6 +1,7 @@
 """The other detectors as settings of the one sampler: against diffusers' schedulers, and exported through the gate."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export.methods import METHODS, method
 from mdps.export.single_file import export_single_file
 from mdps.export.step import GuidedStep, PlainStep, StepRules
+from mdps.models import oracle as oracles
+from mdps.models.backbones import load_backbone
 from mdps.models.checkpoints import CheckpointOptions
+from mdps.models.oracle_setup import eps_of, features_of, oracle_of
 from mdps.runtime import load
 from mdps.runtime.calibration import Calibration
+from mdps.runtime.engines import named
 from mdps.runtime.errors import UsageError
 from mdps.runtime.graphs import Graphs
 from mdps.runtime.manifest import Manifest
@@ -177,7 +182,65 @@ def test_ddad_is_its_publications_update() -> None:
     np.testing.assert_allclose(sample(sampler, y, np.ones_like(y[:, :1]), 0), x, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["autoddpm", "ddad"])
+@pytest.mark.parametrize("rule", ["blend", "replace", "inpaint"])
+def test_diffusionad_is_its_publications_update(rule: Any) -> None:
+    """norm_guided_one_step_denoising_eval of its code, without its clamp: at the times 249 and 99, under no mask."""
+    sampler, y = replace(method("diffusionad", (8, 8)).sampler, mask_rule=rule), images(2)
+    alpha = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    noisier, normal = alpha[249], alpha[99]
+
+    def denoised(x: np.ndarray, a: float, eps: np.ndarray) -> np.ndarray:
+        return x / a**0.5 - (1 / a - 1) ** 0.5 * eps
+
+    x = noisier**0.5 * y + (1 - noisier) ** 0.5 * BANK.draw(0, INITIAL, 1)
+    x0 = denoised(x, noisier, eps_of_gaussian(torch.from_numpy(x), noisier).numpy())
+    first = sample(sampler, y, np.ones_like(y[:, :1]), 0)
+    np.testing.assert_allclose(first, x0, atol=2e-4)
+
+    x = normal**0.5 * y + (1 - normal) ** 0.5 * BANK.draw(1, INITIAL, 1)
+    eps = eps_of_gaussian(torch.from_numpy(x), normal).numpy()
+    towards = normal**0.5 * x0 + (1 - normal) ** 0.5 * eps
+    wanted = denoised(x, normal, eps - (1 - normal) ** 0.5 * 1 * (towards - x))
+    found = sample(sampler, y, half_mask(2), 1, previous=first)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    unguided = sample(replace(sampler, masked_pass=replace(sampler.passes[1], guidance_scale=0.0)), y, half_mask(2), 1,
+                      previous=first)  # fmt: skip
+    assert np.abs(found - unguided).max() > 0.1
+    with pytest.raises(UsageError, match="none were given"):
+        sample(sampler, y, half_mask(2), 1)
+
+
+def test_the_map_of_the_noise_error_is_that_error() -> None:
+    settings = method("noise-error", (8, 8))
+    y, z, a = images(2), BANK.draw(0, INITIAL, 1), SCHEDULE.alphas_cumprod[49]
+    x0 = sample(settings.sampler, y, np.ones_like(y[:, :1]), 0)
+    eps = eps_of_gaussian(torch.from_numpy(a**0.5 * y + (1 - a) ** 0.5 * z), a).numpy()
+    found = settings.score.eta * ((y - x0) ** 2).sum(axis=1)
+    np.testing.assert_allclose(found, ((z - eps) ** 2).mean(axis=1), rtol=1e-2, atol=1e-4)
+    cosine, options = NoiseSchedule.cosine(), ExportOptions(method="noise-error", noise_level=80)
+    b = cosine.alphas_cumprod[79]
+    assert options.settings((8, 8), schedule=cosine).score.eta == pytest.approx(b / (1 - b) / 3)
+    assert replace(options, eta=2.0).settings((8, 8), schedule=cosine).score.eta == 2.0
+    with pytest.raises(UsageError, match="noise level 1001 is beyond"):
+        replace(options, noise_level=1001).settings((8, 8))
+
+
+def test_a_pair_has_a_noise_and_its_negative() -> None:
+    settings = method("noise-pair", (8, 8))
+    bank, y = NoiseBank.of(settings.sampler, (8, 8)), images(1)
+    first = next(
+        posterior_sampling(
+            Graphs(None, ModuleSession(settings.sampler)), SCHEDULE, settings.sampler, y, half_mask(1), 0, bank
+        )
+    ).x
+    np.testing.assert_allclose(first.mean(axis=0), SCHEDULE.alphas_cumprod[199] ** 0.5 * y[0], atol=1e-6)
+    assert np.abs(first[0] - first[1]).max() > 0.5
+    with pytest.raises(UsageError, match="come in pairs"):
+        ExportOptions(method="noise-pair", samples=3).settings((8, 8))
+    assert ExportOptions(method="noise-pair", samples=4).settings((8, 8)).sampler.samples == 4
+
+
+@pytest.mark.parametrize("name", ["autoddpm", "ddad", "diffusionad"])
 def test_a_result_depends_on_neither_batch_nor_order(name: str) -> None:
     sampler = method(name, (8, 8)).sampler
     sampler = replace(sampler, samples=2, first_pass=replace(sampler.first_pass, **_few(sampler.first_pass)))
@@ -215,18 +278,22 @@ def test_no_method_but_mdps_calls_for_a_backward_pass() -> None:
         backward = any(one.guidance_scale for one in sampler.passes) and sampler.gradient == "exact"
         assert backward == (name == "mdps"), name
         assert method(name, (64, 64)).mode == ("paper" if name == "mdps" else name)
-    with pytest.raises(UsageError, match="mdps, ddim, anoddpm, autoddpm, ddad"):
+    with pytest.raises(
+        UsageError, match="mdps, ddim, anoddpm, autoddpm, ddad, one-call, noise-pair, diffusionad, noise"
+    ):
         method("ddpm", (64, 64))
 
 
 OPTIONS = ExportOptions(backbone="random_tiny", load=CheckpointOptions(image_size=32))
 SHORT = {"ddim": {"steps": 5}, "anoddpm": {"steps": 25}, "autoddpm": {"steps": 20}, "ddad": {}}
+MNN = {"engine": "mnn"} if find_spec("MNN") else {}
+FEW = dict.fromkeys(("one-call", "noise-pair", "diffusionad", "noise-error"), MNN)
 
 
-@pytest.fixture(scope="module", params=SHORT)
+@pytest.fixture(scope="module", params=SHORT | FEW)
 def exported(request: pytest.FixtureRequest, small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of each method with few steps, which has passed the gate."""
-    options = replace(OPTIONS, method=request.param, **SHORT[request.param])
+    options = replace(OPTIONS, method=request.param, **(SHORT | FEW)[request.param])
     return export_bundle(small_checkpoint, tmp_path_factory.mktemp("methods") / request.param, options)
 
 
@@ -237,9 +304,9 @@ def picture(seed: int) -> np.ndarray:
 def test_each_method_is_exported_judges_and_repeats(exported: Path) -> None:
     manifest = Manifest.read(exported)
     assert manifest.settings.mode == exported.name
-    graphs = {"plain_step", "score"} | ({"guided_step"} if exported.name == "ddad" else set())
-    assert graphs <= set(manifest.graphs)
-    assert ("guided_step" in manifest.graphs) == (exported.name == "ddad")
+    assert {"plain_step", "score"} <= set(manifest.graphs)
+    assert ("guided_step" in manifest.graphs) == (exported.name in ("ddad", "diffusionad"))
+    assert ("features" in manifest.graphs) == (exported.name not in ("anoddpm", "noise-error"))
     with load(exported, calibrated=False) as detector:
         one, two = detector(picture(1)), detector.batch([picture(2), picture(1)])[1]
     assert abs(one.score - two.score) < 1e-5
@@ -251,18 +318,45 @@ def test_each_method_is_exported_judges_and_repeats(exported: Path) -> None:
         np.testing.assert_array_equal(one.posterior_sample[outside], one.observation[outside])
 
 
-def test_each_method_gives_the_same_on_openvino(exported: Path) -> None:
-    pytest.importorskip("openvino")
-    scores = []
-    for backend in ("onnxruntime", "openvino"):
-        with load(exported, calibrated=False, engine=backend, warm_up=False) as detector:
-            scores.append(detector(picture(1)).score)
-    assert abs(scores[1] - scores[0]) < 1e-3 * max(1.0, scores[0])
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "mnn"])
+def test_each_method_gives_the_same_on_every_engine_as_in_torch(
+    exported: Path, engine: str, small_denoiser: Any
+) -> None:
+    pytest.importorskip("MNN" if engine == "mnn" else engine)
+    manifest = Manifest.read(exported)
+    if not manifest.serves(named(engine)):
+        pytest.skip("exported without this engine's own files")
+    with load(exported, calibrated=False, engine=engine, warm_up=False) as detector:
+        found = detector(picture(1))
+    wanted_map, wanted_score = in_torch(manifest, small_denoiser, torch.from_numpy(found.observation[None]))
+    assert found.score == pytest.approx(wanted_score, rel=1e-3)
+    np.testing.assert_allclose(found.anomaly_map, wanted_map, atol=2e-3 * wanted_map.max())
+
+
+def in_torch(manifest: Manifest, denoiser: Any, y: Tensor) -> tuple[np.ndarray, float]:
+    """Map [H, W] and score by the oracle, which shares no code with the runtime."""
+    settings, schedule = manifest.settings, manifest.schedule
+    stages, sampler = settings.score.stages, settings.sampler
+    backbone = load_backbone(settings.score.backbone, None, stages) if stages else None
+    bank, passes = NoiseBank.of(sampler, manifest.preprocessing.network_size), []
+    for index, one in enumerate(sampler.passes):
+        steps = range(len(plan_steps(schedule, sampler.time_index, one, sampler.eta_ddim)[1]))
+        drawn = [
+            [torch.tensor(bank.draw(index, kind + n, sampler.samples)) for n in steps] for kind in (0, KNOWN, JUMP)
+        ]
+        first = torch.tensor(bank.draw(index, INITIAL, sampler.samples))
+        passes.append((oracle_of(settings, schedule.betas, index), oracles.Noise(first, *drawn)))
+    with torch.no_grad():
+        eps = eps_of(denoiser.network, denoiser.prediction, schedule)
+        anomaly_map, score, _, _ = oracles.mdps(eps, features_of(backbone, settings), y, passes)
+    return anomaly_map[0, 0].numpy(), float(score[0])
 
 
 def test_a_single_file_holds_a_method_or_says_that_it_does_not(exported: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(exported)
-    manifest.with_calibration("default", Calibration(0.5, 0.05, 0.05, 20, 0.0, 1.5, 0.0, 1.25, 1, 0)).write(exported)
+    samples = manifest.settings.sampler.samples
+    calibration = Calibration(0.5, 0.05, 0.05, 20, 0.0, 1.5, 0.0, 1.25, samples, 0)
+    manifest.with_calibration("default", calibration).write(exported)
     if exported.name == "autoddpm":
         with pytest.raises(UsageError, match="AutoDDPM"):
             export_single_file(exported, tmp_path / "one.onnx")

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"first": {"guidance_scale": 0.0}, "masked": {"guidance_scale": 0.0}, "range": "frozen"},
     ),
     "two samples, cut": ("tiny", {"samples": 2, "image_size": (40, 36), "crop": "input", "crop_size": 32}),
+    "guided by the first pass": ("tiny", {"masked": {"target": "previous"}, "samples": 2}),
     "pixels only, region of interest": ("pixels", {"roi": (3, 2, 20, 18)}),
     "reference": ("reference", {}),
     "reference, passes of two kinds": ("reference", {"first": {"noise_level": 40}, "masked": {"guidance_scale": 0.0}}),

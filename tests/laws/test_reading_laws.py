@@ -38,13 +38,16 @@ def passes(draw, index, is_first):
     amount = {"steps" if index == "paper" else "skip": draw(st.integers(1, 1000))}
     start = "observation" if is_first else draw(st.sampled_from(["observation", "stitched"]))
     scale = draw(st.floats(0, 1e6))
-    return PassSettings(draw(st.integers(1, 1000)), scale, start=start, resamples=draw(st.integers(1, 1000)), **amount)
+    target = "observation" if is_first or start == "stitched" else draw(st.sampled_from(["observation", "previous"]))
+    amount |= {"resamples": draw(st.integers(1, 1000)), "start": start, "target": target}
+    return PassSettings(draw(st.integers(1, 1000)), scale, **amount)
 
 
 @st.composite
 def samplers(draw):
     index = draw(st.sampled_from(["paper", "reference"]))
     masked = draw(st.none() | passes(index, False))
+    samples = draw(st.integers(1, 4096))
     return SamplerSettings(
         time_index=index,
         mask_rule=draw(st.sampled_from(["blend", "replace", "inpaint"])),
@@ -53,7 +56,8 @@ def samplers(draw):
         eta_ddim=draw(SHARES),
         first_pass=draw(passes(index, True)),
         masked_pass=masked,
-        samples=draw(st.integers(1, 4096)),
+        samples=samples,
+        antithetic=samples % 2 == 0 and draw(st.booleans()),
         seed=draw(st.integers(0, 2**63 - 1)),
         noise=draw(st.sampled_from(["gaussian", "simplex"])),
         early_exit=draw(st.sampled_from([0.0, *EXIT_SHARES])) if masked else 0.0,

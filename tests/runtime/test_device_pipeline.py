@@ -89,6 +89,20 @@ def test_it_finds_what_the_pipeline_finds(pair, fake_card, samples, images, capt
     assert bool(both.driver.graphs) == captures
 
 
+@pytest.mark.parametrize("rows", [8, 3])
+def test_the_first_pass_guides_and_noises_come_in_pairs_as_in_the_pipeline(pair, rows):
+    def change(settings):
+        sampler = settings.sampler
+        masked = replace(sampler.masked_pass, target="previous", noise_level=99, steps=1)
+        return replace(settings, sampler=replace(sampler, masked_pass=masked, antithetic=True))
+
+    both = pair(change=change, samples=4, largest={"guided_step": {"x_t": (rows, 3, 16, 16)}})
+    found, wanted = both.device.inspect(pictures(3), RANGE), both.pipeline.inspect(pictures(3), RANGE)
+    same(found, wanted, atol=2e-5)
+    other = pair(change=lambda s: replace(change(s), sampler=replace(change(s).sampler, antithetic=False)), samples=4)
+    assert np.abs(other.pipeline.inspect(pictures(3), RANGE).posterior_samples - wanted.posterior_samples).max() > 1e-2
+
+
 @pytest.mark.parametrize("rows", [8, 2])
 def test_it_sees_the_noise_that_the_pipeline_sees(pair, rows):
     both = pair(largest={"guided_step": {"x_t": (rows, 3, 16, 16)}})

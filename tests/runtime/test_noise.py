@@ -27,6 +27,15 @@ def test_equal_keys_give_equal_noise_and_others_do_not():
     assert len(set(seen.values())) == len(seen) == 24
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "simplex"])
+def test_an_antithetic_bank_negates_every_second_sample(kind):
+    bank, plain = NoiseBank(3, SHAPE, kind, antithetic=True), NoiseBank(3, SHAPE, kind)
+    for pass_index, step in ((0, INITIAL), (1, 0)):
+        drawn = bank.draw(pass_index, step, 4)
+        np.testing.assert_array_equal(drawn[::2], plain.draw(pass_index, step, 4)[::2])
+        np.testing.assert_array_equal(drawn[1::2], -drawn[::2])
+
+
 def test_order_of_drawing_does_not_matter():
     bank, other = NoiseBank(3, SHAPE), NoiseBank(3, SHAPE)
     first = bank.draw(0, 0, 2), bank.draw(1, 4, 2)

@@ -101,6 +101,8 @@ def _spoil(path, value):
         (["sampler", "noise"], "perlin", r"S\.sampler\.noise should be one of gaussian, simplex"),
         (["sampler", "masked_pass", "resamples"], 0, "resamples 0 should lie between 1"),
         (["sampler", "first_pass", "start"], "stitched", "nothing before it to stitch from"),
+        (["sampler", "first_pass", "target"], "previous", "nothing before it to stitch from or to be guided by"),
+        (["sampler", "antithetic"], True, "come in pairs: ask for an even number"),
         (["sampler", "masked_pass"], [], r"S\.sampler\.masked_pass should be an object"),
         (["sampler", "time_index"], "reference", "reference time index takes skip"),
         (["score", "stages"], [1, "2"], r"S\.score\.stages\[1\] should be a whole number"),
@@ -131,6 +133,7 @@ def test_whole_numbers_are_accepted_as_numbers():
         ({"noise_level": 20}, "either steps or skip"),
         ({"noise_level": 20, "steps": 2, "skip": 10}, "either steps or skip"),
         ({"noise_level": 20, "steps": 2, "guidance_scale": -1.0}, "not be negative"),
+        ({"noise_level": 20, "steps": 2, "start": "stitched", "target": "previous"}, "it cannot be stitched"),
     ],
 )
 def test_passes_are_checked(fields, sentence):
