@@ -103,5 +103,6 @@ def single_file(bundle: Path, out: Path | None, product: str) -> None:
 def write_single_file(bundle: Path, out: Path | None, product: str) -> None:
     with needs("export", "cpu"):
         from mdps.export.single_file import export_single_file
-    written = export_single_file(bundle, out, product=product, say=say)
+    with spoken_warnings():
+        written = export_single_file(bundle, out, product=product, say=say)
     click.echo(f"wrote {written}")

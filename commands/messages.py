@@ -14,13 +14,14 @@ from mdps.runtime.manifest import Manifest
 _MODES = {"paper": "mdps, as the paper has it", "reference": "mdps, as the authors' code has it"}
 
 
-def describe_calibration(found: Calibration, before: Calibration | None) -> dict[str, str]:
+def describe_calibration(found: Calibration, before: Calibration | None) -> dict[str, Any]:
     """Describe a calibration that was just stored in the place of `before`."""
     old = "" if before is None else f" (replaces {before.threshold:.5g}, of {images(before)})"
     return {
         "threshold": f"{found.threshold:.5g}{old}",
         "calibrated on": images(found),
         "false alarms": false_alarms(found),
+        **({"found of defects put into good images": found.fitness.summary} if found.fitness else {}),
     }
 
 
@@ -31,6 +32,7 @@ def describe_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
     engine = f" --engine {manifest.plans[0].engine}" if manifest.plans else ""
     known = {
         product: f"threshold {found.threshold:.5g} of {images(found)}, false alarms {false_alarms(found)}"
+        f"{found.doubt and f'; {found.doubt}'}"
         for product, found in manifest.calibrations.items()
     }
     return {

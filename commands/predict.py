@@ -1,5 +1,6 @@
 """`mdps predict`: parses, calls, prints."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ Exit code: 0 all judged, 3 some images, or all, could not be judged (a row says 
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="Folder for results, maps, overlays, report."
 )
-@click.option("--force", is_flag=True, help="Replace the results of an earlier run in --out.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace the results of an earlier run in --out; go on with a bundle that sees no defects on these parts.",
+)
 @AS_JSON
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
 @fields(LoadOptions)
@@ -46,7 +51,7 @@ def predict(
 ) -> int:
     """Judge images: verdicts, anomaly maps, pictures and a report.
 
-    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, error), maps/*.npy
+    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, doubt, error), maps/*.npy
     (float32, in the unit of the score), overlays/*.png and report.html into --out.
     """
     from mdps.commands.messages import mention_plans
@@ -57,9 +62,11 @@ def predict(
     if not force:
         folder.refuse_previous_run(out)  # before a bundle is loaded in vain
     mention_plans(bundle)
-    asked = build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch)})
+    asked = build(LoadOptions, options | {"calibrated": not scores_only, "max_batch": max(8, batch), "force": force})
     printer = _RowPrinter(as_json)
     with spoken_warnings(), load(bundle, asked) as detector:
+        if detector.doubt:
+            warnings.warn(detector.doubt, stacklevel=1)
         rows = folder.predict(detector, inputs, out, batch=batch, force=force, on_row=printer)
         report_run(detector, bundle, rows, out)
     errors = [row for row in rows if row.verdict == "error"]

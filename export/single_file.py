@@ -1,5 +1,6 @@
 """A calibrated bundle as one ONNX file: compose it, prove it against the bundle, put it in its place."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from onnx import ModelProto
 
 from mdps.export.detector_graph import compose
 from mdps.runtime.atomic import write_bytes
+from mdps.runtime.calibration import CalibrationWarning
 from mdps.runtime.detector import Detector
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, require
@@ -36,9 +38,9 @@ def export_single_file(
     """Write a calibrated bundle as one ONNX file and return its path: `out`, by default `detector.onnx` in the bundle.
 
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
-    does, to the TOLERANCES. Raises CalibrationError without a calibration of `product`, UsageError for a bundle that is
-    traced, in bf16, beyond 2 GB, stitches (AutoDDPM) or has an early exit, BackendError where file and bundle disagree;
-    then nothing is written.
+    does, to the TOLERANCES. Warns where the calibration found that the bundle sees no defects. Raises CalibrationError
+    without a calibration of `product`, UsageError for a bundle that is traced, in bf16, beyond 2 GB, stitches
+    (AutoDDPM) or has an early exit, BackendError where file and bundle disagree; then nothing is written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
@@ -47,9 +49,11 @@ def export_single_file(
     )
     _refuse(bundle, Manifest.read(bundle, verify=False))
     with (
-        load(bundle, product=product, warm_up=False) as detector,
+        load(bundle, product=product, warm_up=False, force=True) as detector,
         TemporaryDirectory(prefix=".mdps-tmp-", dir=out.parent) as folder,
     ):
+        if detector.doubt:
+            warnings.warn(detector.doubt, CalibrationWarning, stacklevel=2)
         say(f"composing {out.name}")
         written = Path(folder) / FILE_NAME
         write_bytes(written, _serialized(compose(bundle, detector)))

@@ -22,7 +22,8 @@ class LoadOptions:
 
     `samples`, `seed` and `early_exit` override the bundle's; an early exit needs a calibration. At most `max_batch`
     posterior samples are computed at once. With `calibrated` there must be a calibration of the `product`, made with
-    the same number of samples; without it the results have no verdict. `warm_up` runs one image.
+    the same number of samples; without it the results have no verdict. `warm_up` runs one image. `force` takes a
+    calibration that found too few of the defects put into good parts, which is refused otherwise (`Detector.doubt`).
     """
 
     samples: Annotated[int | None, Option("Posterior samples an image [default: the bundle's].", low=1)] = None
@@ -55,6 +56,7 @@ class LoadOptions:
     max_batch: int = 8
     warm_up: bool = True
     torch_compile: str | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
         require(self.max_batch >= 1, f"max_batch {self.max_batch} should be at least 1")
@@ -93,6 +95,7 @@ class LoadFields(TypedDict, total=False):
     max_batch: int
     warm_up: bool
     torch_compile: str | None
+    force: bool
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ class Calibration(Record):
         """Low and high of the frozen mask range."""
         return (self.mask_low, self.mask_high)
 
+    @property
+    def doubt(self) -> str:
+        """Return the sentence of a `fitness` that is below the floor; empty where it is not, or was not measured."""
+        return self.fitness.doubt if self.fitness else ""
+
 
 class Judge(Protocol):
     """The members of a `Detector` that a calibration asks for."""

@@ -48,7 +48,8 @@ class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
     `manifest`, `calibration` (None without one), `product` and `engine` are what it was loaded with; `preprocessing`
-    makes an observation [3, H, W] of a picture. `warm_up_seconds` is how long the last image took that `warm_up` ran; 0
+    makes an observation [3, H, W] of a picture. `doubt` is a sentence where the calibration found that it does not see
+    defects on these parts, else empty. `warm_up_seconds` is how long the last image took that `warm_up` ran; 0
     before.
 
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
@@ -65,6 +66,7 @@ class Detector:
     ) -> None:
         self.manifest, self.calibration, self.product = manifest, calibration, product
         self.preprocessing, self.engine = manifest.preprocessing, engine
+        self.doubt = calibration.doubt if calibration else ""
         self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
         self._pipeline: Inspector | None = pipeline
@@ -86,6 +88,7 @@ class Detector:
             "settings": self._settings.to_json(),
             "product": self.product,
             "calibration": self.calibration.to_json() if self.calibration else None,
+            "doubt": self.doubt or None,
             "versions": dict(self.manifest.versions),
             "engine": self.engine,
             "engines": dict(self._engines),

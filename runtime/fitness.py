@@ -36,6 +36,15 @@ class Fitness(Record):
         return self.auroc >= FLOOR
 
     @property
+    def summary(self) -> dict[str, str]:
+        """Return what was found of each kind and size, in words."""
+        found = {"all kinds": f"AUROC {self.auroc:.2f}"}
+        return found | {
+            name: f"{one.found} of {one.shown}, AUROC {one.auroc:.2f}"
+            for name, one in (self.kinds | self.sizes).items()
+        }
+
+    @property
     def doubt(self) -> str:
         """Return a sentence where the detector does not see defects on these parts; empty where it does."""
         if self.fit:

@@ -169,6 +169,8 @@ def _calibration(bundle: Bundle, options: LoadOptions) -> Calibration:
         raise CalibrationError(
             f"{path} was calibrated with steps in {theirs}, not {ours}, so its threshold does not apply: {command}"
         )
+    if calibration.doubt and not options.force:
+        raise CalibrationError(f"{path}: {calibration.doubt}, or go on with --force")
     return calibration
 
 

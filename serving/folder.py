@@ -47,6 +47,10 @@ class FolderDetector(BatchDetector, Protocol):
     def calibration(self) -> Calibration | None:
         """The scores and maps of good parts, where they are known."""
 
+    @property
+    def doubt(self) -> str:
+        """A sentence where the calibration found that it does not see defects on these parts, else empty."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -55,6 +59,7 @@ class Row:
     `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
     without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
     and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
+    `doubt` is the sentence of a detector that does not see defects on these parts.
     """
 
     path: str
@@ -64,6 +69,7 @@ class Row:
     map: str | None = None
     ms: float | None = None
     early_exit: bool | None = None
+    doubt: str | None = None
     error: str | None = None
 
     @property
@@ -143,7 +149,7 @@ def predict(
         LineFile(out / TABLE, TABLE_HEADER) as table,
     ):
         for found, name in zip(predictions(detector, images, batch), output_names(images), strict=True):
-            row = _write_outputs(found, name, out, heat)
+            row = _write_outputs(found, name, out, heat, detector.doubt)
             lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
             on_row(row)
@@ -204,7 +210,7 @@ def _prepare(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRange | None) -> Row:
+def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRange | None, doubt: str) -> Row:
     result = found.result
     if isinstance(result, str):
         return Row(path=str(found.path), verdict="error", error=result)
@@ -223,6 +229,7 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         map=f"{MAPS}/{name}.npy",
         ms=round(found.ms, 3),
         early_exit=result.early_exit,
+        doubt=doubt or None,
     )
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))

@@ -63,10 +63,13 @@ for (const button of document.querySelectorAll("th button")) button.addEventList
 
 def report_run(detector: Detector, bundle: Path, rows: Sequence[Row], out: Path) -> Path:
     """`write_report` of a run of a detector, with all that is needed to repeat it."""
-    return write_report(out, rows, run_settings(detector, bundle), f"Inspection with {detector.manifest.name}")
+    title = f"Inspection with {detector.manifest.name}"
+    return write_report(out, rows, run_settings(detector, bundle), title, detector.doubt)
 
 
-def write_report(folder: Path, rows: Sequence[Row], settings: Mapping[str, str], title: str = "Inspection") -> Path:
+def write_report(
+    folder: Path, rows: Sequence[Row], settings: Mapping[str, str], title: str = "Inspection", doubt: str = ""
+) -> Path:
     """Write `report.html` into `folder`, whose `overlays/` hold the rows' pictures, and return its path.
 
     Images are listed from the highest score down, after those that could not be judged. Only the 500 highest have
@@ -74,12 +77,13 @@ def write_report(folder: Path, rows: Sequence[Row], settings: Mapping[str, str],
 
     Args:
         settings: what the run was made with (bundle, hashes, samples, ..), shown as it is.
+        doubt: a sentence that warns of all verdicts, shown above them.
 
     Raises:
         MdpsError: the file cannot be written.
     """
     path = folder / REPORT
-    page = render(rows, settings, title, lambda row: _picture(folder, row))
+    page = render(rows, settings, title, lambda row: _picture(folder, row), doubt)
     with writing(path):
         write_bytes(path, page.encode("utf-8", "replace"))
     return path
@@ -88,7 +92,10 @@ def write_report(folder: Path, rows: Sequence[Row], settings: Mapping[str, str],
 def run_settings(detector: Detector, bundle: Path) -> dict[str, str]:
     """All a reader needs to repeat a run: names, hashes (the manifest's covers every file's) and settings, as text."""
     manifest_hash = hashlib.sha256((bundle / FILE_NAME).read_bytes()).hexdigest()
-    return {"manifest.sha256": manifest_hash, **dict(flat(detector.provenance))}
+    provenance, calibration = detector.provenance, detector.calibration
+    if calibration is not None and calibration.fitness is not None:
+        provenance["calibration"] = calibration.to_json() | {"fitness": calibration.fitness.summary}
+    return {"manifest.sha256": manifest_hash, **dict(flat(provenance))}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -100,7 +107,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield f"{prefix}{key}", str(value)
 
 
-def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture: Callable[[Row], str]) -> str:
+def render(
+    rows: Sequence[Row], settings: Mapping[str, str], title: str, picture: Callable[[Row], str], doubt: str = ""
+) -> str:
     """The page as text; `picture` gives a row's picture as HTML."""
     ranked = sorted(rows, key=lambda row: (row.verdict != "error", -math.inf if row.score is None else -row.score))
     threshold = next((row.threshold for row in rows if row.threshold is not None), None)
@@ -108,6 +117,7 @@ def render(rows: Sequence[Row], settings: Mapping[str, str], title: str, picture
     parts = [
         HEAD.format(title=escape(title)),
         f"<h1>{escape(title)}</h1>",
+        f'<p class="fail" role="alert">Warning: {plain_text(doubt)}</p>' if doubt else "",
         f"<p>{_counts(rows)}</p>",
         histogram(scores, threshold),
         *(f"<p><em>{note}</em></p>" for note in _left_out(rows)),

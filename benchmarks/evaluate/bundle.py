@@ -250,7 +250,7 @@ def _fitting(
         return None, (f"the threshold of {manifest.name} was calibrated with other settings",)
     if calibration.arithmetic != arithmetic:
         return None, (f"the threshold of {manifest.name} was calibrated in other arithmetic",)
-    return calibration, ()
+    return calibration, (calibration.doubt,) if calibration.doubt else ()
 
 
 def _unseeded(settings: Settings) -> Settings:

@@ -81,19 +81,22 @@ class Protocol:
 
     async def ready(self, _: Request) -> Response:
         """Answer 200 while every model answers; 503 from the moment the server is told to stop."""
-        return JSONResponse({"ready": self._service.ready}, 200 if self._service.ready else 503)
+        doubts = {name: model.detector.doubt for name, model in self._service.models.items() if model.doubt}
+        said = {"ready": self._service.ready} | ({"doubts": doubts} if doubts else {})
+        return JSONResponse(said, 200 if self._service.ready else 503)
 
     async def model(self, request: Request) -> Response:
         """Answer a model's metadata."""
         model = self._service.model(**request.path_params)
         detector = model.detector
         body: dict[str, Any] = {"name": model.name, "versions": [model.version], "platform": f"mdps_{detector.engine}"}
-        return JSONResponse(body | tensors.metadata(detector.calibration is not None))
+        return JSONResponse(body | tensors.metadata(detector.calibration is not None) | model.doubt)
 
     async def model_ready(self, request: Request) -> Response:
         """Answer 200 while the model answers."""
-        is_ready = self._service.model(**request.path_params).ready and not self._service.draining
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        model = self._service.model(**request.path_params)
+        is_ready = model.ready and not self._service.draining
+        return JSONResponse({"ready": is_ready} | model.doubt, 200 if is_ready else 503)
 
     async def infer(self, request: Request) -> Response:
         """Judge one image."""
@@ -113,7 +116,7 @@ class Protocol:
         predicted.stages["prepare"] += parsing
         begun = time.perf_counter()
         name, version, result = here.model.name, here.model.version, predicted.result
-        parameters = {**milliseconds(predicted.stages), "early_exit": result.early_exit}
+        parameters = {**milliseconds(predicted.stages), "early_exit": result.early_exit, **here.model.doubt}
         content, head = await service.on_thread(lambda: tensors.answer(name, version, asked, result, parameters))
         times = here.finish(service, predicted, time.perf_counter() - begun)
         service.live[name].add(result, times["total"])
@@ -121,14 +124,14 @@ class Protocol:
         return Response(content, 200, headers, "application/json" if head is None else "application/octet-stream")
 
     async def index(self, _: Request) -> Response:
-        """List the models and whether they are ready; the reason holds what went wrong at a reload."""
+        """List the models and whether they are ready; the reason holds what went wrong at a reload, or a doubt."""
         models = self._service.models.values()
         rows = [
             {
                 "name": model.name,
                 "version": model.version,
                 "state": "READY" if model.ready else "UNAVAILABLE",
-                "reason": model.problem,
+                "reason": model.problem or model.detector.doubt,
             }
             for model in models
         ]
@@ -179,7 +182,7 @@ class Inspecting:
         )
         result, begun, encoding = predicted.result, time.perf_counter(), _choice(request, "map", _MAPS)
         answer: dict[str, Any] = {"model": model.name, "score": result.score, "threshold": result.threshold}
-        answer |= {"verdict": result.verdict, "early_exit": result.early_exit}
+        answer |= {"verdict": result.verdict, "early_exit": result.early_exit} | model.doubt
         shown = None if encoding == "none" else await service.on_thread(lambda: _encoded(model, result, encoding))
         answer["times_ms"] = times = here.finish(service, predicted, time.perf_counter() - begun)
         if _choice(request, "record", _RECORD) == "yes":
@@ -287,6 +290,7 @@ class Screen:
             "name": model.name,
             "state": "stopping" if service.draining else "ready" if model.ready else "failed",
             "problem": model.problem,
+            "doubt": detector.doubt,
             "threshold": None if calibration is None else calibration.threshold,
             "false_alarm_rate": None if calibration is None else calibration.false_alarm_rate,
             "product": detector.product,

@@ -100,6 +100,11 @@ class Model:
         return self.current.detector
 
     @property
+    def doubt(self) -> dict[str, str]:
+        """Return what its answers say of a detector that does not see defects on these parts; empty of another."""
+        return {"doubt": self.detector.doubt} if self.detector.doubt else {}
+
+    @property
     def queue_length(self) -> int:
         """Requests accepted and not yet answered."""
         return self._accepted
@@ -220,7 +225,12 @@ class Model:
         return calibration.threshold if calibration else None
 
     def _describe(self) -> None:
-        """Tell the metrics what is loaded."""
+        """Tell the metrics, and of a doubt the log, what is loaded."""
+        calibration = self.detector.calibration
+        fitness = calibration.fitness if calibration else None
+        self._metrics.fitness.labels(self.name).set(fitness.auroc if fitness else math.nan)
+        if self.doubt:
+            event("unfit", level=logging.WARNING, model=self.name, **self.doubt)
         threshold = self._threshold()
         self._metrics.threshold.labels(self.name).set(math.nan if threshold is None else threshold)
         for graph, provider in self.engines.items():

@@ -148,6 +148,7 @@ class Metrics:
         self.queue = gauge("mdps_queue_length", "Requests accepted and not yet answered.", "model")
         self.ready = gauge("mdps_model_ready", "1 where the model answers.", "model")
         self.threshold = gauge("mdps_threshold", "Score above which a part fails.", "model")
+        self.fitness = gauge("mdps_fitness_auroc", "Ranks defects put into good images above good ones.", "model")
         graph = ("model", "engine", "graph", "provider")
         self.provider = gauge("mdps_provider_info", "What computes each graph.", *graph)
         self.dropped_logs = counter("mdps_dropped_log_lines", "Log lines nobody took in time.")

@@ -38,7 +38,7 @@ def mdps_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess
 class FakeDetector:
     """Scores by brightness; has what a report asks for."""
 
-    calibration = None
+    calibration, doubt = None, ""
     manifest = SimpleNamespace(name="fake")
     preprocessing = Preprocessing((16, 16))
     provenance = {"bundle": "fake", "settings": {"samples": 1}}  # noqa: RUF012 - never changed

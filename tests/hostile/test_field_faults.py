@@ -188,8 +188,8 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
         check_finite(np.zeros((1, 1, 2, 2), np.float32), np.array([np.nan], np.float32))
 
     detector: Any = SimpleNamespace(
-        judge=judge, preprocessing=None, calibration=None, engine="", provenance={"engines": {}}, close=lambda: None,
-        warm_up_seconds=0.0,
+        judge=judge, preprocessing=None, calibration=None, doubt="", engine="", provenance={"engines": {}},
+        close=lambda: None, warm_up_seconds=0.0,
     )  # fmt: skip
     metrics = Metrics()
 

@@ -25,7 +25,7 @@ from mdps.serving.folder import Row, output_names, predict, predictions
 class BrightnessDetector:
     """Scores an image by its mean, so that a result tells which image it belongs to."""
 
-    preprocessing, calibration = Preprocessing((16, 16)), None
+    preprocessing, calibration, doubt = Preprocessing((16, 16)), None, ""
 
     def __init__(self, threshold: float | None = 0.5) -> None:
         self.threshold = threshold
@@ -130,7 +130,8 @@ def test_a_run_leaves_rows_maps_and_pictures(tmp_path: Path) -> None:
     rows = predict(BrightnessDetector(), [tmp_path / "in"], out)
     assert [(row.path, row.verdict) for row in rows] == [(str(bright), "fail"), (str(dark), "pass")]
     assert read_rows(out) == [json.loads(row.to_json()) for row in rows]
-    assert list(read_rows(out)[0]) == ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "error"]
+    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "doubt", "error"]
+    assert list(read_rows(out)[0]) == keys
     for row in rows:
         anomaly_map = np.load(out / str(row.map), allow_pickle=False)
         assert (anomaly_map.dtype, anomaly_map.shape) == (np.float32, (16, 16))

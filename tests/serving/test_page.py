@@ -5,12 +5,15 @@ import os
 import shutil
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from server_process import serving
 
 from mdps.runtime import load
+from mdps.runtime.fitness import Fitness, Found
+from mdps.runtime.manifest import Manifest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -190,6 +193,22 @@ def test_a_lost_server_is_said_and_nothing_old_looks_current(browser, line_bundl
         assert "No connection" in text(page, "#alarm")
         assert page.locator("body.stale").count() == 1
         page.context.close()
+
+
+def test_a_detector_that_sees_no_defects_is_said_above_its_verdicts(browser, server, line_bundle, tmp_path):
+    for page in opened(browser, server.url):
+        page.wait_for_selector("#board:not([hidden])")
+        assert page.locator("#doubt").is_hidden()
+    bundle = shutil.copytree(line_bundle, tmp_path / "line")
+    manifest = Manifest.read(bundle)
+    unfit = replace(manifest.calibrations["default"], fitness=Fitness(0.4, {"crack": Found(6, 1, 0.4)}, {}))
+    manifest.with_calibration("default", unfit).write(bundle)
+    with serving([bundle], "--threads", "1", "--force") as running:
+        for page in opened(browser, running.url):
+            page.wait_for_selector("#doubt:not([hidden])")
+            assert "Warning: this detector does not see defects on these parts: it finds 1 of 6" in text(page, "#doubt")
+            assert page.locator("#alarm").is_hidden()
+            assert page.locator("#doubt").bounding_box()["y"] < page.locator("#verdict").bounding_box()["y"]
 
 
 def test_with_a_token_the_page_asks_for_it_and_shows_nothing_before(browser, line_bundle, line_images):

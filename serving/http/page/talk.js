@@ -144,6 +144,8 @@ function drawCounts({ counts, errors, model }) {
 
 function drawFacts(model) {
   page.problem = model.problem;
+  $("doubt").hidden = !model.doubt;
+  if ($("doubt").textContent !== `Warning: ${model.doubt}`) $("doubt").textContent = `Warning: ${model.doubt}`;
   $("state").textContent = `${model.name}: ${model.state}`;
   const facts = {
     Name: model.name, State: model.state, Product: model.product, Threshold: number(model.threshold),
