@@ -14,17 +14,18 @@ class Features(nn.Module):
     """image [B, 3, H, W] in [-1, 1] -> unit feature vectors of each stage, [B, C_i, h_i, w_i].
 
     The backbone sees the image at `feature_size`, or at its own size if larger, in its own normalisation. Vectors are
-    made unit length here, so that a cosine distance is one minus a dot product.
+    made unit length here, so that a cosine distance is one minus a dot product; without `unit` they keep their own.
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(
-        self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float], size: int | None, pool: int
-    ) -> None:
+        self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float], size: int | None, pool: int,
+        unit: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.backbone, self.size, self.pool = backbone, size, pool
+        self.backbone, self.size, self.pool, self.unit = backbone, size, pool, unit
         self.register_buffer("mean", torch.tensor(mean).reshape(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).reshape(1, 3, 1, 1), persistent=False)
 
@@ -35,6 +36,8 @@ class Features(nn.Module):
         stages = self.backbone((image * 0.5 + 0.5 - self.mean) / self.std)
         if self.pool:
             stages = [F.avg_pool2d(f, self.pool, stride=1, padding=self.pool // 2) for f in stages]
+        if not self.unit:
+            return tuple(stages)
         return tuple(f * torch.rsqrt(torch.clamp((f * f).sum(dim=1, keepdim=True), min=1e-16)) for f in stages)
 
 
