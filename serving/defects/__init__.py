@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.errors import require
 from mdps.serving.defects import pattern, surface
 from mdps.serving.defects.scene import Change, Floats, Ground, Scene
 
@@ -103,8 +104,9 @@ def _marked(kind: str, scene: Scene) -> Defect:
 def plan(images: int, per_kind: int, seed: int) -> list[tuple[str, str, int, int]]:
     """Return (kind, size, index of the image, index of the other one): each kind `per_kind` times.
 
-    Sizes and images are spread evenly over all and over each kind.
+    Sizes and images are spread evenly over all and over each kind. UsageError without images.
     """
+    require(images >= 1, "there are no good images to put defects into")
     rng = np.random.default_rng(seed)
     order: list[int] = []
     while len(order) < per_kind * len(KINDS):

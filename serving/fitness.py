@@ -1,0 +1,99 @@
+"""Whether a detector sees defects on the parts it was calibrated on: puts some into images of good ones and looks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image
+
+from mdps.runtime.detector import Result
+from mdps.runtime.fitness import Fitness, Found
+from mdps.runtime.preprocessing import Picture, Preprocessing, read_image
+from mdps.serving.defects import SIZES, Defect, plan, put
+
+MOST_SIDE = 1024
+"""A photograph with a longer side is reduced to it first, so that defects are of sizes which are seen at all."""
+_BATCH = 8
+
+
+class Judge(Protocol):
+    """A detector, as far as it is needed here."""
+
+    preprocessing: Preprocessing
+
+    def batch(self, images: Sequence[Picture]) -> list[Result]:
+        """Judge pictures."""
+
+
+def measure(
+    detector: Judge,
+    threshold: float,
+    good: Sequence[Picture],
+    *,
+    good_scores: ArrayLike,
+    per_kind: int = 6,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Fitness:
+    """Put `per_kind` defects of every kind into good images, and see how many score above the threshold.
+
+    `good_scores` are the scores of good images as they are; `progress` is told how many of how many defects were
+    judged. A defect lies in what the detector sees of the photograph.
+
+    Raises ImageError for an image that cannot be read, and as `batch` does.
+    """
+    rows = plan(len(good), per_kind, seed)
+    scores: list[float] = []
+    for start in range(0, len(rows), _BATCH):
+        some = range(start, min(start + _BATCH, len(rows)))
+        made = [defective(detector.preprocessing, good, rows[index], [seed, index]).image for index in some]
+        scores += [result.score for result in detector.batch(made)]
+        progress(len(scores), len(rows))
+    return _told([(kind, size) for kind, size, _, _ in rows], np.asarray(scores), threshold, np.asarray(good_scores))
+
+
+def defective(
+    preprocessing: Preprocessing, good: Sequence[Picture], row: tuple[str, str, int, int], seed: Sequence[int]
+) -> Defect:
+    """Return the photograph of a row of `plan`, with its defect in what the preprocessing shows of it."""
+    kind, size, at, other = row
+    image, second = (_photograph(preprocessing, good[index]) for index in (at, other))
+    rows, columns = _shown(preprocessing, image)
+    others = _shown(preprocessing, second)
+    defect = put(kind, size, image[rows, columns], second[others], np.random.default_rng(seed))
+    mask = np.zeros(image.shape[:2], dtype=np.bool_)
+    image[rows, columns], mask[rows, columns] = defect.image, defect.mask
+    return Defect(kind, size, image, mask)
+
+
+def _photograph(preprocessing: Preprocessing, picture: Picture) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3], of at most `MOST_SIDE` a side; those a region is cut from stay as many."""
+    image = read_image(picture)
+    if preprocessing.roi is None:
+        image.thumbnail((MOST_SIDE, MOST_SIDE), Image.Resampling.BOX)
+    return np.array(image)
+
+
+def _shown(preprocessing: Preprocessing, image: NDArray[np.uint8]) -> tuple[slice, slice]:
+    left, top, right, bottom = preprocessing.covered_box((image.shape[1], image.shape[0]))
+    return slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
+
+
+def _told(
+    names: list[tuple[str, str]], scores: NDArray[np.floating[Any]], threshold: float, good: NDArray[np.floating[Any]]
+) -> Fitness:
+    def found(index: int, name: str) -> Found:
+        chosen = scores[[names[index] == name for names in names]]
+        return Found(len(chosen), int((chosen > threshold).sum()), auroc(good, chosen))
+
+    kinds = {kind: found(0, kind) for kind in dict.fromkeys(kind for kind, _ in names)}
+    sizes = {size: found(1, size) for size in SIZES if any(size == of for _, of in names)}
+    return Fitness(float(np.mean([kind.auroc for kind in kinds.values()])), kinds, sizes)
+
+
+def auroc(good: ArrayLike, defective: ArrayLike) -> float:
+    """Return the share of pairs in which the defective one scores higher, ties counted half."""
+    ranked, scores = np.sort(good), np.asarray(defective)
+    below, up_to = (np.searchsorted(ranked, scores, side=side) for side in ("left", "right"))
+    return float((below + up_to).mean() / (2 * len(ranked)))
