@@ -139,7 +139,10 @@ class TradeOptions:
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """How the detectors are fitted to pictures resized to `size` (H, W). UsageError for values that mean nothing."""
+    """How the detectors are fitted to pictures resized to `size` (H, W). UsageError for values that mean nothing.
+
+    With `false_alarm_rate` None no image is held apart for a threshold, and there are no verdicts.
+    """
 
     size: tuple[int, int]
     backbone: Annotated[str, Option("Feature network of those that take one.")] = "efficientnet_lite0"
@@ -156,6 +159,10 @@ class PeerOptions:
     )
     teacher: Annotated[Path | None, Option("Weights of EfficientAD's teacher.", seldom=True)] = None
     imagenette: Annotated[Path | None, Option("Folder of ImageNette, for EfficientAD.", seldom=True)] = None
+    false_alarm_rate: Annotated[
+        float | None,
+        Option("Share of good parts that may fail, as in `mdps calibrate`.", low=0, above=True, seldom=True),
+    ] = 0.01
 
     def __post_init__(self) -> None:
         require(min(self.size) >= 32, f"image size {self.size} is too small for these networks: give at least 32")
@@ -164,6 +171,8 @@ class PeerOptions:
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None,
             f"there is no device {self.device!r}: use auto, cpu, cuda or cuda:N",
         )
+        rate = self.false_alarm_rate
+        require(rate is None or rate < 1, f"the false-alarm rate {rate} should lie between 0 and 1")
         for name, path in (("textures", self.textures), ("imagenette", self.imagenette)):
             require(path is None or path.is_dir(), f"{path} is no folder: give {name} a folder of pictures")
 

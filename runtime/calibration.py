@@ -196,7 +196,7 @@ def calibrate(
         samples=settings.sampler.samples,
         seed=settings.sampler.seed,
         note=_warned(
-            _too_few(len(pictures), false_alarm_rate, expected),
+            too_few(len(pictures), false_alarm_rate, expected),
             _constant(last.low, last.high, threshold),
             noise_doubt(detector, _some(detector, pictures)),
         ),
@@ -250,7 +250,8 @@ def _constant(low: float, high: float, threshold: float) -> str:
     )
 
 
-def _too_few(count: int, asked: float, expected: float) -> str:
+def too_few(count: int, asked: float, expected: float) -> str:
+    """Return a sentence where `count` good images cannot promise the false-alarm rate `asked`, empty where they can."""
     if expected <= asked + 1e-9:
         return ""
     needed = math.ceil(1 / asked - 1e-9) - 1

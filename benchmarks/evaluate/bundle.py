@@ -116,6 +116,9 @@ class BundlePredictor:
         """Checkpoint and bundle with their hashes, settings, seed, versions here and at export, what computes."""
         return {
             **self._detector.provenance,
+            "image_size": list(self._shown().network_size),
+            "backbone": self.settings.score.backbone if self.settings.score.stages else None,
+            "backbone_sha256": self.manifest.network.get("backbone_weights_sha256"),
             "bundle_sha256": hashlib.sha256((self._bundle / FILE_NAME).read_bytes()).hexdigest(),
             "seed": self.settings.sampler.seed,
             "export_versions": dict(self.manifest.versions),

@@ -191,18 +191,24 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     return {"categories": [one.to_json() for one in evaluations], "mean": mean_metrics(evaluations)}
 
 
+ERRORS = ("missed", "false alarms")
+"""Heads of what `error_cells` gives."""
+
+
 def markdown(evaluations: Sequence[Evaluation]) -> str:
     """A table of the metrics, with their mean for several categories; below it kinds of defects, and the problems."""
-    with_verdicts = any(one.threshold is not None for one in evaluations)
-    heads = ["category", "images", *METRICS, *(["missed", "false alarms"] if with_verdicts else [])]
+    heads = ["category", "input", "images", *METRICS, *ERRORS]
     lines = [
-        [one.category, str(one.images), *metric_cells(one.metrics), *_verdicts(one, with_verdicts)]
+        [
+            one.category, input_cell(one.provenance), str(one.images),
+            *metric_cells(one.metrics), *error_cells(one.verdicts()),
+        ]
         for one in evaluations
-    ]
+    ]  # fmt: skip
     if len(evaluations) > 1:
         total, mean = str(sum(one.images for one in evaluations)), mean_metrics(evaluations)
-        lines.append(["mean", total, *metric_cells(mean), *([""] * 2 if with_verdicts else [])])
-    parts = [table(heads, lines)]
+        lines.append(["mean", "", total, *metric_cells(mean), *error_cells(None)])
+    parts = [table(heads, lines, left=(0, 1))]
     if types := [[one.category, *cells] for one in evaluations for cells in one.kinds()]:
         parts.append(table(["category", *HEADS], types, left=(0, 1)))
     said = [f"- {one.category}: {sentence}" for one in evaluations for sentence in one.said()]
@@ -216,11 +222,18 @@ def metric_cells(metrics: Mapping[str, float | None]) -> list[str]:
     return ["" if value is None else f"{value:{form[name]}}" for name, value in values.items()]
 
 
-def _verdicts(evaluation: Evaluation, shown: bool) -> list[str]:
-    counted = evaluation.verdicts()
+def error_cells(counted: Mapping[str, Any] | None) -> list[str]:
+    """Return verdicts as texts under ERRORS, empty where there are none."""
     if counted is None:
-        return ["", ""] if shown else []
+        return ["", ""]
     return [f"{counted['missed']} of {counted['defective']}", f"{counted['false_alarms']} of {counted['good']}"]
+
+
+def input_cell(provenance: Mapping[str, Any]) -> str:
+    """Return image size, feature network and its weights, as far as the provenance says."""
+    sides = " x ".join(map(str, provenance.get("image_size", ())))
+    features = (provenance.get("backbone") or "", (provenance.get("backbone_sha256") or "")[:8])
+    return ", ".join(filter(None, (sides, " ".join(filter(None, features)))))
 
 
 def check_folder(out: Path) -> None:

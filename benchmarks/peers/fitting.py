@@ -72,7 +72,7 @@ def data_module(
             drop_last=shuffled and whole and len(paths) >= batch,
         )
 
-    module = LightningDataModule()
+    module: Any = LightningDataModule()
     module.train_dataloader = lambda: loader(train, True)
     module.val_dataloader = lambda: loader(held_out, False)
     module.train_batch_size = batch  # EfficientAD asks

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,16 +18,21 @@ from numpy.typing import NDArray
 from mdps.benchmarks.data.samples import Box, Category
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.evaluate.predictions import Prediction
-from mdps.benchmarks.evaluate.report import metric_cells
+from mdps.benchmarks.evaluate.report import ERRORS, error_cells, input_cell, metric_cells
 from mdps.benchmarks.evaluate.results import METRICS
 from mdps.benchmarks.kit import Say, table, write_report
 from mdps.benchmarks.options import PeerOptions
 from mdps.benchmarks.peers import PEERS, PeerSkippedError, settings_of
 from mdps.runtime.atomic import new_folder, write_text
+from mdps.runtime.calibration import good_threshold, too_few
 from mdps.runtime.errors import ImageError, UsageError, require
 from mdps.runtime.machine import versions
 from mdps.runtime.manifest import FileEntry
 from mdps.runtime.preprocessing import Preprocessing, read_image
+
+APART = 5
+"""Every fifth good training image is held apart from the fits, the same for all, and gives the threshold."""
+SCORES = "good_scores.json"
 
 
 class Split(Protocol):
@@ -41,10 +46,27 @@ class Split(Protocol):
     def validation(self) -> tuple[Path, ...]: ...
 
 
+@dataclass(frozen=True)
+class Divided:
+    """A split whose training images are those to fit to; `apart` are the others."""
+
+    name: str
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+    apart: tuple[Path, ...]
+
+
+def divided(split: Split, options: PeerOptions) -> Divided:
+    """Hold apart what a threshold needs, if one is asked for."""
+    apart = split.train[APART - 1 :: APART] if options.false_alarm_rate is not None else ()
+    train = tuple(path for path in split.train if path not in set(apart))
+    return Divided(split.name, train, split.validation, apart)
+
+
 class PeerPredictor:
     """Scores pictures with anomalib's un-normalised `pred_score` and `anomaly_map`, one at a time.
 
-    Maps are float32 [h, w] in the size the pictures were resized to.
+    Maps are float32 [h, w] in the size the pictures were resized to. There is a `threshold` after `calibrate`.
     """
 
     threshold: float | None = None
@@ -52,17 +74,24 @@ class PeerPredictor:
     def __init__(self, name: str, module: Any, options: PeerOptions, provenance: Mapping[str, Any]) -> None:
         self.name = PEERS[name].title
         self.provenance = provenance
+        self._too_few = ""
         self._module = module.eval().to(options.device)
         self._device = options.device
         self._read = Preprocessing(options.size)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That the fit was shorter than the published one, where it was."""
+        """That the fit was shorter than the published one, and the good images too few for the rate, where it is so."""
         steps, published = self.provenance.get("steps", 0), self.provenance.get("published_steps", 0)
-        if steps >= published:
-            return ()
-        return (f"{self.name} was fitted for {steps:,} of its {published:,} published steps: it can do better",)
+        short = f"{self.name} was fitted for {steps:,} of its {published:,} published steps: it can do better"
+        return tuple(filter(None, (short if steps < published else "", self._too_few)))
+
+    def calibrate(self, scores: Sequence[float], rate: float) -> None:
+        """Take the threshold that `mdps calibrate` would take from these scores of good images."""
+        self.threshold, promised = good_threshold(np.array(scores, np.float32), rate)
+        self._too_few = too_few(len(scores), rate, promised)
+        made = {"threshold": self.threshold, "images": len(scores), "false_alarm_rate": rate}
+        self.provenance = {**self.provenance, "calibration": made | {"expected_false_alarm_rate": promised}}
 
     def covered(self, size: tuple[int, int]) -> Box:
         """All of a picture of `size` (W, H)."""
@@ -97,21 +126,34 @@ class PeerPredictor:
 
 
 def peer_predictor(name: str, category: Split, *, work: Path, **options: Any) -> PeerPredictor:
-    """The detector `name` of PEERS, fitted to `category.train`, or read back from `work` where it was fitted before.
+    """The detector `name` of PEERS, fitted and calibrated, or read back from `work` where that was done before.
 
-    `options` are the fields of `PeerOptions`. Raises UsageError for an unknown name or where anomalib is missing,
-    PeerSkippedError where the detector needs something that is not on this machine.
+    It is fitted to `category.train` less what its threshold is taken from. `options` are the fields of `PeerOptions`.
+    Raises UsageError for an unknown name or where anomalib is missing, PeerSkippedError where the detector needs
+    something that is not on this machine, ImageError for a good image that cannot be read.
     """
     require(name in PEERS, f"there is no peer {name!r}: choose among {', '.join(PEERS)}")
     if importlib.util.find_spec("anomalib") is None:
         raise UsageError("the peers run in anomalib, which is not installed: pip install 'mdps[peers]'")
     chosen = _settled(PeerOptions(**options))
-    identity = _identity(name, category, chosen)
+    split = divided(category, chosen)
+    identity = _identity(name, split, chosen)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     folder = work / f"{name}-{key}"
     if not (folder / "fitted.json").is_file():
-        _fit(name, category, chosen, identity, folder)
-    return _open(name, chosen, folder)
+        _fit(name, split, chosen, identity, folder)
+    predictor = _open(name, chosen, folder)
+    if chosen.false_alarm_rate is not None and split.apart:
+        predictor.calibrate(_good_scores(predictor, split.apart, folder / SCORES), chosen.false_alarm_rate)
+    return predictor
+
+
+def _good_scores(predictor: PeerPredictor, images: Sequence[Path], path: Path) -> list[float]:
+    """Return the scores of the images, which are part of the folder's key; as they are in `path` if they are there."""
+    if not path.is_file():
+        write_text(path, json.dumps([score for score, _ in predictor(images)]))
+    scores: list[float] = json.loads(path.read_text(encoding="utf-8"))
+    return scores
 
 
 def _settled(options: PeerOptions) -> PeerOptions:
@@ -124,7 +166,7 @@ def _settled(options: PeerOptions) -> PeerOptions:
     return replace(options, device="cuda" if cuda else "cpu") if options.device == "auto" else options
 
 
-def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any]:
+def _identity(name: str, category: Divided, options: PeerOptions) -> dict[str, Any]:
     """All that a fit depends on. PeerSkippedError as from `settings_of`."""
     files = [path for path in (options.backbone_weights, options.teacher) if path is not None and path.is_file()]
     recipe = PEERS[name]
@@ -133,6 +175,7 @@ def _identity(name: str, category: Split, options: PeerOptions) -> dict[str, Any
         "category": category.name,
         "train_sha256": _digest(category.train),
         "validation_sha256": _digest(category.validation),
+        "apart_sha256": _digest(category.apart),
         "image_size": list(options.size),
         "backbone": options.backbone if recipe.stages else None,
         "files": [FileEntry.of(path).sha256 for path in files],
@@ -232,14 +275,17 @@ def _summary(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table of the metrics, the budget of each fit, and who was skipped."""
+    """A table of the metrics, the verdicts' errors, the budget of each fit, and who was skipped."""
     fitted = [_cells(row) for row in rows if "skipped" not in row]
-    shown = table(["judge", "category", "images", *METRICS, "fitted"], fitted, left=(0, 1, -1))
+    heads = ["judge", "input", "category", "images", *METRICS, *ERRORS, "fitted"]
+    shown = table(heads, fitted, left=(0, 1, 2, -1))
     return "\n\n".join([shown, *_notes(rows)]) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
-    return [row["judge"], row["category"], str(row["images"]), *metric_cells(row), fitted(row["provenance"])]
+    made = row["provenance"]
+    numbers = [str(row["images"]), *metric_cells(row), *error_cells(row["verdicts"])]
+    return [row["judge"], input_cell(made), row["category"], *numbers, fitted(made)]
 
 
 def fitted(provenance: Mapping[str, Any]) -> str:

@@ -145,7 +145,9 @@ def run_peer(runner: Runner, name: str, category: Category, size: tuple[int, int
     folder = runner.place(category, ["peer", name, size, options])
     if not folder.is_dir():
         runner.say(f"{category.name}: {name}")
-        predictor = peer_predictor(name, category, work=runner.work / "peers", size=size, **options)
+        predictor = peer_predictor(
+            name, category, work=runner.work / "peers", size=size, false_alarm_rate=None, **options
+        )
         with new_folder(folder) as new:
             runner.evaluate(predictor, category, new, LAST)
     return Outcome.load(folder, LAST)

@@ -90,6 +90,8 @@ def test_networks_with_few_backbones_take_those(backbone):
         {"coreset": 0.0},
         {"coreset": 1.5},
         {"device": "tpu"},
+        {"false_alarm_rate": 0.0},
+        {"false_alarm_rate": 1.0},
         {"textures": Path("nowhere")},
         {"imagenette": Path("nowhere")},
     ],
@@ -180,7 +182,7 @@ def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(
     assert rows[1] == {"judge": "DRAEM", "category": "parts", "skipped": "no reason at all"}
     assert json.loads((tmp_path / "peers.json").read_text()) == rows
     table = (tmp_path / "peers.md").read_text()
-    assert "| PaDiM | parts | 4 | 1.0000 |" in table
+    assert "| PaDiM |  | parts | 4 | 1.0000 |" in table
     assert "6 images, 2 s, 7 steps |" in table
     assert "Skipped DRAEM on parts: no reason at all" in table
     assert (tmp_path / "padim" / "parts" / "results.json").is_file()
@@ -189,15 +191,48 @@ def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(
 
 def test_the_key_holds_what_a_fit_depends_on(category, monkeypatch):
     monkeypatch.setattr(predict, "version", lambda name: "1")
-    key = lambda name, cat=category, **options: predict._identity(name, cat, PeerOptions(SIZE, **options))  # noqa: E731
+
+    def key(name, cat=category, **options):
+        chosen = PeerOptions(SIZE, **options)
+        return predict._identity(name, predict.divided(cat, chosen), chosen)
+
     base = key("draem")
     assert base == key("draem", coreset=0.5, backbone="resnet18")  # DRAEM reads neither
     for change in ({"minutes": 1.0}, {"steps": 5}, {"seed": 1}, {"textures": category.root}):
         assert key("draem", **change) != base
     assert key("draem", replace(category, train=category.train[:-1])) != base
+    assert key("draem", false_alarm_rate=0.2) == base  # the scores of good images are kept, not the threshold
+    assert key("draem", false_alarm_rate=None) != base
     assert key("patchcore", minutes=1.0) == key("patchcore")  # one pass over the images knows no budget
     assert key("patchcore", coreset=0.5) != key("patchcore")
     assert key("patchcore", backbone="resnet18") != key("patchcore")
+
+
+def fitted_to(category):
+    """Return all but the fifth of six."""
+    return category.train[:4] + category.train[5:]
+
+
+def test_every_fifth_good_image_is_held_apart_for_the_threshold(category):
+    found = predict.divided(category, PeerOptions(SIZE))
+    assert (found.train, found.apart) == (fitted_to(category), category.train[4:5])
+    whole = predict.divided(category, PeerOptions(SIZE, false_alarm_rate=None))
+    assert (whole.train, whole.apart) == (category.train, ())
+
+
+def test_a_threshold_is_that_of_a_calibration_and_too_few_images_are_told():
+    peer = predict.PeerPredictor("padim", torch.nn.Identity(), PeerOptions(SIZE), {"seed": 0})
+    peer.calibrate([1.0, 3.0, 2.0, 4.0], 0.25)
+    assert peer.threshold == 4.0  # the fourth of four: 1 of 5 further good images may exceed it
+    assert peer.notes == ()
+    calibration = peer.provenance["calibration"]
+    assert (calibration["images"], calibration["expected_false_alarm_rate"]) == (4, pytest.approx(0.2))
+    peer.calibrate([1.0, 3.0, 2.0, 4.0], 0.5)
+    assert peer.threshold == 3.0
+    peer.calibrate([1.0, 3.0], 0.01)
+    assert peer.notes == (
+        "2 good images can promise a false-alarm rate of 0.333 only, not 0.01: calibrate on at least 99",
+    )
 
 
 # With anomalib
@@ -223,7 +258,7 @@ def test_patchcore_measures_distances_between_features_of_the_given_network(patc
         large = torch.nn.functional.interpolate(features[1], size=features[0].shape[-2:], mode="bilinear")
         return torch.cat([features[0], large], 1)[0].flatten(1).T.double()
 
-    bank = torch.cat([patches(path) for path in category.train])
+    bank = torch.cat([patches(path) for path in fitted_to(category)])
     peer._module.model.num_neighbors = 1
     paths = [sample.path for sample in category.test]
     for path, (score, anomaly_map) in zip(paths, peer(paths), strict=True):
@@ -245,12 +280,16 @@ def test_a_fit_is_kept_and_read_back_as_it_was(patchcore, category, monkeypatch)
     first, work = patchcore
     monkeypatch.setattr(predict, "_fit", lambda *_: pytest.fail("fitted again"))
     again = peer_predictor("patchcore", category, work=work, size=SIZE, coreset=1.0)
+    ((score, _),) = again(category.train[4:5])
+    assert again.threshold == first.threshold == pytest.approx(score)
     again._module.model.num_neighbors = first._module.model.num_neighbors
     path = [category.test[-1].path]
     (score, anomaly_map), (score_again, map_again) = next(first(path)), next(again(path))
     assert score_again == score
     assert np.array_equal(map_again, anomaly_map)
     assert again.provenance == first.provenance
+    other = peer_predictor("patchcore", category, work=work, size=SIZE, coreset=1.0, false_alarm_rate=0.6)
+    assert other.provenance["calibration"]["false_alarm_rate"] == 0.6  # and nothing is fitted again
     assert len(first.provenance["fitted_sha256"]) == 64
 
 

@@ -119,6 +119,8 @@ def test_a_broken_image_is_answered_with_a_sentence(predictor: BundlePredictor, 
 
 def test_provenance_names_what_computed(tiny_bundle: Path, predictor: BundlePredictor) -> None:
     found = predictor.provenance
+    assert found["image_size"] == list(Manifest.read(tiny_bundle).preprocessing.network_size)
+    assert found["backbone"] == Manifest.read(tiny_bundle).settings.score.backbone
     assert found["bundle_sha256"] == hashlib.sha256((tiny_bundle / "manifest.json").read_bytes()).hexdigest()
     assert found["checkpoint"] == Manifest.read(tiny_bundle).checkpoint.to_json()
     assert found["settings"] == Manifest.read(tiny_bundle).settings.to_json()

@@ -16,7 +16,7 @@ import mdps.benchmarks.evaluate.bundle
 from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.evaluate.predictions import Box, Prediction
-from mdps.benchmarks.evaluate.report import best_threshold, markdown, write_summary
+from mdps.benchmarks.evaluate.report import best_threshold, input_cell, markdown, write_summary
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation
 from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.cli import cli
@@ -205,6 +205,13 @@ def test_a_table_marks_what_uses_the_test_set(make_category: MakeCategory) -> No
     predictor = Bright()
     predictor.notes = ("these numbers use the test set",)
     assert "- disc: these numbers use the test set" in markdown([evaluate(predictor, category)])
+
+
+def test_a_row_says_what_went_in() -> None:
+    given = {"image_size": [64, 96], "backbone": "resnet18", "backbone_sha256": "0123456789"}
+    assert input_cell(given) == "64 x 96, resnet18 01234567"
+    assert input_cell(given | {"backbone": None, "backbone_sha256": None}) == "64 x 96"
+    assert input_cell({}) == ""
 
 
 @pytest.mark.parametrize("seed", range(5))
