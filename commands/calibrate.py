@@ -21,7 +21,7 @@ Examples:
 @BUNDLE
 @click.argument("good_folder", type=click.Path(path_type=Path))
 @FALSE_ALARM_RATE
-@fields(LoadOptions, without=["early_exit"])
+@fields(LoadOptions, without=["early_exit", "tuned"])
 @AS_JSON
 @TRACEBACK
 def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:

@@ -36,7 +36,7 @@ Exit code: 0 all judged, 3 some images, or all, could not be judged (a row says 
 )
 @AS_JSON
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images judged at once.")
-@fields(LoadOptions)
+@fields(LoadOptions, without=["tuned"])
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")
 @TRACEBACK
 def predict(

@@ -40,7 +40,7 @@ Exit code: 0 after SIGTERM, SIGHUP or Ctrl-C, when all accepted requests were an
     type=click.Path(path_type=Path),
     help="File with the bearer token clients must send [default: the variable MDPS_TOKEN, if set].",
 )
-@fields(ServerOptions)
+@fields(ServerOptions, without=["tuned"])
 @click.option("--no-watch", is_flag=True, help="Do not load a bundle again when it changes: only say so.")
 @click.option("--force", is_flag=True, help="Go on with a bundle that sees no defects on these parts.")
 @click.option("--scores-only", is_flag=True, help="Scores and maps without verdicts: needs no calibration.")

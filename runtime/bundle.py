@@ -6,9 +6,11 @@ from typing import Annotated, Self, TypedDict
 
 from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, named
 from mdps.runtime.errors import require
+from mdps.runtime.graphs import DDAD, GUIDED
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.option import Option
 from mdps.runtime.settings import Settings
+from mdps.runtime.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class LoadOptions:
     posterior samples are computed at once. With `calibrated` there must be a calibration of the `product`, made with
     the same number of samples; without it the results have no verdict. `warm_up` runs one image. `force` takes a
     calibration that found too few of the defects put into good parts, which is refused otherwise (`Detector.doubt`).
+    `tuned` is the detector that `mdps tune` fitted to the product, where there is one; without it the published method
+    judges.
     """
 
     samples: Annotated[int | None, Option("Posterior samples an image [default: the bundle's].", low=1)] = None
@@ -51,6 +55,13 @@ class LoadOptions:
         str | int | None,
         Option("Card to compute on: its index as nvidia-smi shows it, or its UUID [default: CUDA's first]."),
     ] = None
+    tuned: Annotated[
+        bool,
+        Option(
+            "The detector that `mdps tune` made for the product, or the method as published.",
+            flag="--tuned/--published",
+        ),
+    ] = True
     seed: int | None = None
     calibrated: bool = True
     max_batch: int = 8
@@ -90,6 +101,7 @@ class LoadFields(TypedDict, total=False):
     threads: int | None
     engine: str
     device: str | int | None
+    tuned: bool
     seed: int | None
     calibrated: bool
     max_batch: int
@@ -100,15 +112,58 @@ class LoadFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle's folder, what it says of itself, and the settings to judge with: its own, or what overrides them."""
+    """A bundle's folder, what it says of itself, and what to judge with: settings, and a tuning where there is one.
+
+    The settings are the bundle's own or the tuning's, or what overrides them.
+    """
 
     path: Path
     manifest: Manifest
     settings: Settings
+    tuning: Tuning | None = None
+
+    @classmethod
+    def of(cls, path: Path | str, manifest: Manifest, options: LoadOptions | None = None) -> Self:
+        """Take what the options ask for; UsageError for a setting out of its range, or that is the tuning's own."""
+        options = options or LoadOptions()
+        tuning = manifest.tunings.get(options.product) if options.tuned else None
+        if tuning is None:
+            return cls(Path(path), manifest, options.override(manifest.settings))
+        settings = tuning.settings(manifest.settings)
+        require(
+            options.override(settings) == settings,
+            f"{path} was tuned for the product {options.product!r}, with samples, seed and exit of its own: leave "
+            "these options out, or load the published method (tuned=False)",
+        )
+        return cls(Path(path), manifest, settings, tuning)
 
     @classmethod
     def read(cls, path: Path | str, options: LoadOptions | None = None) -> Self:
-        """Read the manifest and check every file's hash; UsageError for a setting out of its range, BundleError."""
-        manifest = Manifest.read(path)
-        settings = (options or LoadOptions()).override(manifest.settings)
-        return cls(Path(path), manifest, settings)
+        """Read the manifest and check every file's hash, and go on as `of`; raises BundleError too."""
+        return cls.of(path, Manifest.read(path), options)
+
+    @property
+    def published(self) -> "Bundle":
+        """The same bundle judging as published, with its own settings."""
+        return Bundle(self.path, self.manifest, self.manifest.settings) if self.tuning else self
+
+    @property
+    def tuned(self) -> str:
+        """The name of the tuning, "" for the published method."""
+        return self.manifest.tuned(self.tuning)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The graphs of the bundle that are run; those of a tuning are beside them."""
+        return self.tuning.roles(self.manifest.settings) if self.tuning else self.settings.roles
+
+    def role_of_file(self, role: str) -> str:
+        """Return which of the bundle's graphs computes the part `role`: for DDAD's gradient it has a guided step more.
+
+        UsageError where it has no such step.
+        """
+        asked, baked = self.settings.sampler.gradient, self.manifest.settings.sampler.gradient
+        if role != GUIDED or asked == baked:
+            return role
+        require(asked == "ddad", f"{self.path} guides with the gradient {baked!r} in its graphs, not with {asked!r}")
+        return DDAD

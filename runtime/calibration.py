@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.fitness import Fitness
+from mdps.runtime.observations import Observations, Views
 from mdps.runtime.pipeline import Inspection
-from mdps.runtime.preprocessing import Picture, Preprocessing
+from mdps.runtime.preprocessing import Picture
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import EXIT_SHARES, Settings
@@ -84,8 +85,15 @@ class Calibration(Record):
 class Judge(Protocol):
     """The members of a `Detector` that a calibration asks for."""
 
-    preprocessing: Preprocessing
     engine: str
+
+    @property
+    def tuned(self) -> str:
+        """The name of its tuning, or nothing."""
+
+    @property
+    def denoises(self) -> bool:
+        """Whether `predicted_noise` can be asked."""
 
     @property
     def settings(self) -> Settings:
@@ -95,12 +103,15 @@ class Judge(Protocol):
     def schedule(self) -> NoiseSchedule:
         """The one its denoiser was trained on."""
 
+    def observe(self, images: Sequence[Picture]) -> Observations:
+        """Return the views of pictures that it judges."""
+
     def inspect(
-        self, observations: Array, *, mask_range: tuple[float, float] | None = None, early_exit: bool = True
+        self, observations: Views, *, mask_range: tuple[float, float] | None = None, early_exit: bool = True
     ) -> Inspection:
         """Return the arrays behind results."""
 
-    def first_maps(self, observations: Array) -> Array:
+    def first_maps(self, observations: Views) -> Array:
         """Return the maps of the first pass alone."""
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
@@ -183,14 +194,15 @@ def calibrate(
         first_scores.append(found.first_score)
         first.add(found.first_map)
         last.add(found.anomaly_map)
+    mask_low, mask_high = frozen or (first.low, first.high)
     threshold, expected = good_threshold(np.concatenate(scores), false_alarm_rate)
     return Calibration(
         threshold=threshold,
         false_alarm_rate=false_alarm_rate,
         expected_false_alarm_rate=expected,
         images=len(pictures),
-        mask_low=first.low,
-        mask_high=first.high,
+        mask_low=mask_low,
+        mask_high=mask_high,
         map_low=last.low,
         map_high=last.high,
         samples=settings.sampler.samples,
@@ -198,10 +210,11 @@ def calibrate(
         note=_warned(
             too_few(len(pictures), false_alarm_rate, expected),
             _constant(last.low, last.high, threshold),
-            noise_doubt(detector, _some(detector, pictures)),
+            noise_doubt(detector, _some(detector, pictures)) if detector.denoises else "",
         ),
         first_quantiles=first_quantiles(np.concatenate(first_scores)),
         arithmetic=named(detector.engine).arithmetic,
+        tuned=detector.tuned,
     )
 
 
@@ -216,9 +229,9 @@ class _Range:
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
 
 
-def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[Array]:
+def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[Observations]:
     for start in range(0, len(pictures), batch):
-        yield np.stack([detector.preprocessing(picture) for picture in pictures[start : start + batch]])
+        yield detector.observe(pictures[start : start + batch])
 
 
 def _first_pass_range(detector: Judge, pictures: list[Picture], batch: int) -> tuple[float, float]:
@@ -230,8 +243,7 @@ def _first_pass_range(detector: Judge, pictures: list[Picture], batch: int) -> t
 
 def _some(detector: Judge, pictures: list[Picture]) -> Array:
     """Return a few of them as observations, from the first to the last."""
-    chosen = pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]
-    return np.stack([detector.preprocessing(picture) for picture in chosen])
+    return detector.observe(pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]).images
 
 
 def _warned(*sentences: str) -> str:

@@ -15,11 +15,12 @@ from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.pictures import describe
+from mdps.runtime.observations import Observations, Views, observe
 from mdps.runtime.pipeline import Inspection, Inspector
-from mdps.runtime.preprocessing import Picture
+from mdps.runtime.preprocessing import Picture, Preprocessing
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
+from mdps.runtime.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Result:
     first pass's map; `posterior_sample` (the first) and `observation` [3, H, W] float32 in [-1, 1]; `times` in ms:
     preprocess, first_pass, masked_pass, score, total (in a batch: the batch's time divided by its images).
     `early_exit`: the picture skipped the masked pass, so that score, map and sample are the first pass's.
+
+    `judged_by`: of a tuned detector its own map, or where that left doubt the published method's on its scale, and the
+    published method's of any other. A tuned one's `mask` is where the map exceeds 1, its `posterior_sample` None where
+    it reconstructs nothing, and it also times photograph (its features) and published (the second judgement).
     """
 
     score: float
@@ -38,19 +43,20 @@ class Result:
     verdict: Literal["pass", "fail"] | None
     anomaly_map: NDArray[np.float32]
     mask: NDArray[np.bool_]
-    posterior_sample: NDArray[np.float32]
+    posterior_sample: NDArray[np.float32] | None
     observation: NDArray[np.float32]
     times: dict[str, float]
     early_exit: bool = False
+    judged_by: Literal["tuned", "published"] = "published"
 
 
 class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
-    `manifest`, `calibration` (None without one), `product` and `engine` are what it was loaded with; `preprocessing`
-    makes an observation [3, H, W] of a picture. `doubt` is a sentence where the calibration found that it does not see
-    defects on these parts, else empty. `warm_up_seconds` is how long the last image took that `warm_up` ran; 0
-    before.
+    `manifest`, `calibration` (None without one), `product`, `engine` and `tuning` (None for the published method) are
+    what it was loaded with; `preprocessing` makes an observation [3, H, W] of a picture. `doubt` is a sentence where the
+    calibration found that it does not see defects on these parts, else empty. `warm_up_seconds` is how long the last
+    image took that `warm_up` ran; 0 before.
 
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
     """
@@ -63,8 +69,9 @@ class Detector:
         *,
         product: str = "default",
         engine: str = DEFAULT,
+        tuning: Tuning | None = None,
     ) -> None:
-        self.manifest, self.calibration, self.product = manifest, calibration, product
+        self.manifest, self.calibration, self.product, self.tuning = manifest, calibration, product, tuning
         self.preprocessing, self.engine = manifest.preprocessing, engine
         self.doubt = calibration.doubt if calibration else ""
         self.warm_up_seconds = 0.0
@@ -87,6 +94,7 @@ class Detector:
             "checkpoint": self.manifest.checkpoint.to_json(),
             "settings": self._settings.to_json(),
             "product": self.product,
+            "tuned": self.tuned,
             "calibration": self.calibration.to_json() if self.calibration else None,
             "doubt": self.doubt or None,
             "versions": dict(self.manifest.versions),
@@ -106,33 +114,41 @@ class Detector:
         if not images:
             return []
         start = time.perf_counter()
-        observations = np.stack([self._observe(image) for image in images])
+        observations = self.observe(images)
         preprocess = (time.perf_counter() - start) * 1000
         return self._judge(observations, preprocess, start)
 
-    def judge(self, observations: NDArray[np.float32]) -> list[Result]:
-        """B results for pictures that `preprocessing` was run on before: float32 [B, 3, H, W] in [-1, 1], B >= 1.
+    def observe(self, images: Sequence[Picture]) -> Observations:
+        """Return the views of one or more pictures that `judge` and `inspect` take; ImageError for the first bad one.
+
+        May be called beside a call that judges.
+        """
+        return observe(images, *self._views)
+
+    def judge(self, observations: Views) -> list[Result]:
+        """B results for pictures that `observe` was run on before, or `preprocessing`: float32 [B, 3, H, W], B >= 1.
 
         Raises as `inspect`.
         """
-        return self._judge(observations, 0.0, time.perf_counter())
+        return self._judge(Observations.of(observations), 0.0, time.perf_counter())
 
-    def _judge(self, observations: NDArray[np.float32], preprocess: float, start: float) -> list[Result]:
+    def _judge(self, observations: Observations, preprocess: float, start: float) -> list[Result]:
         found = self.inspect(observations)
         times = {"preprocess": preprocess, **found.times}
         times["total"] = (time.perf_counter() - start) * 1000
         each = {name: value / len(observations) for name, value in times.items()}
-        return [self._result(found, observations, index, each) for index in range(len(observations))]
+        return [self._result(found, observations.images, index, each) for index in range(len(observations))]
 
     def inspect(
         self,
-        observations: NDArray[np.float32],
+        observations: Views,
         *,
         mask_range: tuple[float, float] | None = None,
         early_exit: bool = True,
     ) -> Inspection:
         """The arrays behind results, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
 
+        A tuned detector that reads photographs takes what `observe` returns, and nothing less.
         `early_exit` False takes every image through both passes, whatever the settings say.
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
         frozen and not known, BackendError where the engine fails or gives NaN, after `close`, and in a forked process.
@@ -147,7 +163,7 @@ class Detector:
                 mask_range = self.calibration.mask_range
             return pipeline.inspect(observations, mask_range, self._exit_limit if early_exit else None)
 
-    def first_maps(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:
+    def first_maps(self, observations: Views) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""
         with self._computing(observations) as pipeline:
             return pipeline.first_maps(observations)
@@ -162,7 +178,8 @@ class Detector:
 
     def warm_up(self) -> None:
         """Run one grey image through everything, so that the first real one costs no more than the others."""
-        grey = np.zeros((1, 3, *self.preprocessing.network_size), dtype=np.float32)
+        image, photograph = self._views
+        grey = Observations(_grey(image), None if photograph is None else _grey(photograph))
         started = time.perf_counter()
         self.inspect(grey, mask_range=(0.0, 1.0), early_exit=False)
         self.warm_up_seconds = time.perf_counter() - started
@@ -181,6 +198,16 @@ class Detector:
         self.close()
 
     @property
+    def tuned(self) -> str:
+        """The name of its tuning, "" for the published method: a calibration is of one of them."""
+        return self.manifest.tuned(self.tuning)
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the network was loaded, which a tuned detector may not need."""
+        return self.tuning is None or bool(self.tuning.roles(self.manifest.settings))
+
+    @property
     def schedule(self) -> NoiseSchedule:
         """The one its denoiser was trained on."""
         return self.manifest.schedule
@@ -196,38 +223,33 @@ class Detector:
         return self._pipeline
 
     @contextmanager
-    def _computing(self, observations: NDArray[np.float32]) -> Iterator[Inspector]:
+    def _computing(self, observations: Views) -> Iterator[Inspector]:
         """One call after another on what fits, and not in a forked process: engines' threads do not follow into it."""
         if os.getpid() != self._process:
             raise BackendError(
                 "this detector was loaded before the process forked, and its engine does not work in the new one: "
                 "load the bundle in each worker process"
             )
-        self._check(observations)
+        self._check(Observations.of(observations))
         with self._lock:
             yield self._open_pipeline()
 
-    def _observe(self, image: Picture) -> NDArray[np.float32]:
-        try:
-            return self.preprocessing(image)
-        except MemoryError as error:
-            raise ImageError(f"{describe(image)} does not fit into memory") from error
+    @property
+    def _views(self) -> tuple[Preprocessing, Preprocessing | None]:
+        """Return what makes an observation of a picture, and a photograph where one is read."""
+        return self.preprocessing, self.tuning.photograph if self.tuning else None
 
-    def _check(self, observations: NDArray[np.float32]) -> None:
-        wanted = (3, *self.preprocessing.network_size)
-        if observations.ndim != 4 or observations.shape[1:] != wanted or not len(observations):
-            raise ImageError(
-                f"observations should be [B, {', '.join(map(str, wanted))}], these are {list(observations.shape)}"
-            )
-        if observations.dtype != np.float32:
-            raise ImageError(f"observations should be float32 in [-1, 1], these are {observations.dtype}")
-        if not np.isfinite(observations).all():
-            raise ImageError("observations hold NaN or infinite values")
+    def _check(self, given: Observations) -> None:
+        for name, array, view in zip(
+            ("observations", "photographs"), (given.images, given.photographs), self._views, strict=True
+        ):
+            if array is not None and view is not None:
+                _check_view(array, name, view)
 
     def _result(
         self, found: Inspection, observations: NDArray[np.float32], index: int, times: dict[str, float]
     ) -> Result:
-        score = float(found.anomaly_score[index])
+        score, samples = float(found.anomaly_score[index]), found.posterior_samples
         threshold = self.calibration.threshold if self.calibration else None
         verdict: Literal["pass", "fail"] | None = None
         if threshold is not None:
@@ -238,8 +260,23 @@ class Detector:
             verdict=verdict,
             anomaly_map=found.anomaly_map[index, 0],
             mask=found.mask[index, 0] > 0.5,
-            posterior_sample=found.posterior_samples[index * self._settings.sampler.samples],
+            posterior_sample=samples[index * (len(samples) // len(found.anomaly_map))] if len(samples) else None,
             observation=observations[index],
             times=dict(times),
             early_exit=bool(found.early_exit[index]),
+            judged_by="tuned" if found.tuned is not None and found.tuned[index] else "published",
         )
+
+
+def _grey(view: Preprocessing) -> NDArray[np.float32]:
+    return np.zeros((1, 3, *view.network_size), dtype=np.float32)
+
+
+def _check_view(array: NDArray[np.float32], name: str, view: Preprocessing) -> None:
+    wanted = (3, *view.network_size)
+    if array.ndim != 4 or array.shape[1:] != wanted or not len(array):
+        raise ImageError(f"{name} should be [B, {', '.join(map(str, wanted))}], these are {list(array.shape)}")
+    if array.dtype != np.float32:
+        raise ImageError(f"{name} should be float32 in [-1, 1], these are {array.dtype}")
+    if not np.isfinite(array).all():
+        raise ImageError(f"{name} hold NaN or infinite values")

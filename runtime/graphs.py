@@ -10,6 +10,8 @@ from mdps.runtime.records import Record
 T = TypeVar("T")
 GUIDED, PLAIN, FEATURES, SCORE = "guided_step", "plain_step", "features", "score"
 STEPS = (GUIDED, PLAIN)
+DDAD = "ddad_step"
+"""The guided step with DDAD's gradient, for a tuning's sampler in a bundle of another gradient."""
 
 
 def step_role(guidance_scale: float) -> str:

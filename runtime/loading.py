@@ -6,18 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
+import numpy as np
+
 from mdps.runtime.bundle import Bundle, LoadFields, LoadOptions
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
 from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
 from mdps.runtime.errors import BackendError, CalibrationError, require
+from mdps.runtime.fused import Fused
 from mdps.runtime.graphs import STEPS, GraphEntry, Graphs, step_role
 from mdps.runtime.machine import available_cpus
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import ChunkedSession, Session
+from mdps.runtime.tuning import Tuning
 
 if TYPE_CHECKING:
     from mdps.runtime.cards import Card
@@ -42,7 +46,7 @@ def load(path: Path | str, options: LoadOptions | None = None, **fields: Unpack[
     exit_limit(calibration, sampler.early_exit, str(path))  # the detector says so too, but after its engines
 
     def detector(pipeline: Inspector, engine: str) -> Detector:
-        return Detector(manifest, pipeline, calibration, product=options.product, engine=engine)
+        return Detector(manifest, pipeline, calibration, product=options.product, engine=engine, tuning=bundle.tuning)
 
     return open_detector(bundle, options, detector)
 
@@ -61,8 +65,6 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
     with ExitStack() as opened:
         opener = _Opener(bundle, options, opened, engine, placement.card if placement else None)
         inspector = opener.inspector()
-        if isinstance(inspector, Pipeline) and not engine.on_card:
-            _check_reference(bundle, inspector.graphs, engine)
         detector = make(inspector, engine.name)
         if options.warm_up:
             detector.warm_up()
@@ -73,11 +75,15 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
 
 
 def _check_reference(bundle: Bundle, sessions: Graphs[Session], engine: Engine) -> None:
+    """Compare what an engine of the processor computes, where nobody did; see `reference.check`."""
     from mdps.runtime import reference  # heavy, as all that only a load needs: `import mdps.runtime` is quick
 
+    if engine.on_card:
+        return
     samples = bundle.settings.sampler.samples
+    roles = {bundle.role_of_file(role): session for role, session in sessions.roles.items()}
     reference.check(
-        bundle.path, bundle.manifest, sessions.roles, samples=samples, engine=engine.name, arithmetic=engine.arithmetic
+        bundle.path, bundle.manifest, roles, samples=samples, engine=engine.name, arithmetic=engine.arithmetic
     )
 
 
@@ -144,8 +150,8 @@ def _check_serves(bundle: Bundle, engine: Engine) -> None:
 
 def _comparable_passes(bundle: Bundle) -> list[int]:
     """A pass for each step graph that an engine runs: torch runs the guided one of a traced bundle."""
-    passes = bundle.settings.sampler.passes
-    by_role = {step_role(one.guidance_scale): index for index, one in enumerate(passes)}
+    passes = bundle.settings.sampler.passes if set(bundle.roles) & {*STEPS} else ()
+    by_role = {bundle.role_of_file(step_role(one.guidance_scale)): index for index, one in enumerate(passes)}
     graphs = bundle.manifest.graphs
     return [index for role, index in by_role.items() if role not in graphs or graphs[role].session != "traced"]
 
@@ -159,6 +165,10 @@ def _calibration(bundle: Bundle, options: LoadOptions) -> Calibration:
     if calibration is None:
         known = f" (it has {', '.join(manifest.calibrations)})" if manifest.calibrations else ""
         raise CalibrationError(f"{path} has no calibration for the product {product!r}{known}: {command}")
+    if calibration.tuned != bundle.tuned:
+        theirs = "before it was tuned" if bundle.tuned else "with a tuned detector"
+        remedy = command if options.tuned else "load the published method with calibrated=False"
+        raise CalibrationError(f"{path} was calibrated {theirs}, so its threshold does not apply: {remedy}")
     if calibration.samples != bundle.settings.sampler.samples:
         raise CalibrationError(
             f"{path} was calibrated with {calibration.samples} samples an image, not "
@@ -185,21 +195,45 @@ class _Opener:
     card: "Card | None" = None
 
     def inspector(self) -> Inspector:
-        """The whole loop on a card where engine and settings allow that, else sessions and a loop here."""
+        """Return what judges as the bundle is asked to."""
+        return self._loop() if self.bundle.tuning is None else self._fused(self.bundle.tuning)
+
+    def _loop(self) -> Inspector:
+        """The whole loop on a card where engine and settings allow that, else sessions and a loop here, compared."""
         inspector = None
         if self.card is not None:
             module = card_module_of(self.engine)
             inspector = module.open_bundle(self.engine, self.bundle, self.options, self.card)
         if inspector is None:
-            return self.pipeline()
+            pipeline = self.pipeline()
+            _check_reference(self.bundle, pipeline.graphs, self.engine)
+            return pipeline
         self.opened.callback(inspector.close)
         return inspector
 
+    def _fused(self, tuning: Tuning) -> Fused:
+        """The tuning's graphs and a loop here for its reconstruction; for a cascade also what judges as published."""
+        engine = self.engine if self.engine.reads == "onnx" else named(DEFAULT)
+        files = {role: self.bundle.path / entry.file for role, entry in tuning.graphs.items()}
+        sessions = {role: self._open_file(role, engine, file) for role, file in files.items()}
+        few = self.pipeline() if tuning.sampler else None
+        if few:
+            _check_reference(self.bundle, few.graphs, self.engine)
+        published = replace(self, bundle=self.bundle.published)._loop() if tuning.cascade else None
+        if published and self.options.warm_up:  # the grey image may lie outside the band
+            size = self.bundle.manifest.preprocessing.network_size
+            published.inspect(np.zeros((1, 3, *size), np.float32), (0.0, 1.0))
+        return Fused(tuning, sessions, self.bundle.settings, few, published)
+
     def pipeline(self) -> Pipeline:
         """The sessions this bundle's passes and score need, no others: a graph holds its weights in memory."""
-        manifest, settings = self.bundle.manifest, self.bundle.settings
+        manifest, settings, tuning = self.bundle.manifest, self.bundle.settings, self.bundle.tuning
+        roles = settings.roles
+        if tuning:  # a mask of the few calls has no calibrated range
+            roles = tuning.few_roles(manifest.settings)
+            settings = replace(settings, mask=replace(settings.mask, range="per-image"))
         return Pipeline(
-            graphs=self.graphs(settings.roles),
+            graphs=self.graphs(roles),
             schedule=manifest.schedule,
             settings=settings,
             noise=NoiseBank.of(settings.sampler, manifest.preprocessing.network_size),
@@ -212,7 +246,10 @@ class _Opener:
         return Graphs.of({role: ChunkedSession(one, chunk) if role in STEPS else one for role, one in found.items()})
 
     def _open(self, role: str) -> Session:
-        engine, file = self._form(self.bundle.manifest.graph(role, self.bundle.path))
+        role = self.bundle.role_of_file(role)
+        return self._open_file(role, *self._form(self.bundle.manifest.graph(role, self.bundle.path)))
+
+    def _open_file(self, role: str, engine: Engine, file: Path) -> Session:
         graph = GraphFile(file, role, self.bundle, self.card)
         try:
             session = module_of(engine).open(engine, graph, self.options)

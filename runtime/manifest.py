@@ -213,6 +213,14 @@ class Manifest(Record):
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         write_text(Path(folder) / FILE_NAME, text + "\n")
 
+    def tuned(self, tuning: Tuning | None) -> str:
+        """Return the name of a tuning of this bundle, another for any that judges otherwise; "" for none."""
+        if tuning is None:
+            return ""
+        files = [self.files[graph.file].sha256 for graph in tuning.graphs.values()]
+        told = replace(tuning, evidence={}).to_json()
+        return hashlib.sha256(json.dumps([told, files], sort_keys=True).encode()).hexdigest()[:16]
+
     def with_calibration(self, product: str, calibration: Calibration) -> "Manifest":
         """A copy that also holds this product's calibration."""
         return replace(self, calibrations={**self.calibrations, product: calibration})

@@ -20,6 +20,7 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import KEPT_BYTES
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import Settings
+from mdps.runtime.tuning import Tuning
 
 _FLOAT = 4
 _MB = 10**6
@@ -32,6 +33,7 @@ BIG_BATCH = 256 * _MB
 # On a card CUDA's context, the handles and workspaces of cuDNN and cuBLAS: a round number that no estimate gives.
 CARD_LIBRARIES = 600 * _MB
 _GUIDED_MAPS, _PLAIN_MAPS = 13, 8  # maps of a level's width and size that live at once: a block, and a level
+_CHANNELS = 100 * _FLOAT  # bytes a pixel of what scores
 _HALF = 0.75  # of the activations in half precision: norms and what lies beside a cast stay float32
 
 
@@ -127,7 +129,7 @@ def live(manifest: Manifest, role: str, file: str) -> int:
 def _scoring(manifest: Manifest) -> int:
     """Return an upper bound for features and score: one image with a hundred channels."""
     height, width = manifest.preprocessing.network_size
-    return 100 * _FLOAT * max(height * width, (manifest.settings.score.feature_size or 0) ** 2)
+    return _CHANNELS * max(height * width, (manifest.settings.score.feature_size or 0) ** 2)
 
 
 def _step(manifest: Manifest, role: str) -> int:
@@ -193,7 +195,7 @@ def check_bundle(bundle: Bundle, options: LoadOptions) -> None:
     engine = named(DEFAULT if options.engine == AUTO else options.engine)
     if engine.on_card:
         return
-    need = bundle_need(bundle.manifest, bundle.settings, engine.name, options.max_batch)
+    need = bundle_need(bundle.manifest, bundle.settings, engine.name, options.max_batch, bundle.tuning)
     samples = bundle.settings.sampler.samples
     fewer = "lower --samples (or max_batch in Python), " if samples > 1 else ""
     other = "" if engine.name == DEFAULT else f"try --engine {DEFAULT}, "
@@ -201,12 +203,15 @@ def check_bundle(bundle: Bundle, options: LoadOptions) -> None:
     check_room(need, f"{bundle.path} with {samples} samples", remedy)
 
 
-def bundle_need(manifest: Manifest, settings: Settings, engine_name: str, max_batch: int) -> Need:
+def bundle_need(
+    manifest: Manifest, settings: Settings, engine_name: str, max_batch: int, tuning: Tuning | None = None
+) -> Need:
     """Return what a bundle takes from loading to the verdict of one image, on an engine of the CPU."""
     samples = settings.sampler.samples
     parts = dict.fromkeys(("libraries", "weights", "activations", "arrays"), 0.0)
     mapped = 0.0
-    opened = {role: _engine(manifest, role, engine_name) for role in settings.roles}
+    roles = tuning.roles(manifest.settings) if tuning else settings.roles
+    opened = {role: _engine(manifest, role, engine_name) for role in roles}
     for engine in {_FITTED[name] for name in opened.values()}:
         if engine.module not in sys.modules:
             parts["libraries"] += engine.library
@@ -225,7 +230,16 @@ def bundle_need(manifest: Manifest, settings: Settings, engine_name: str, max_ba
         parts["activations"] += lives
         mapped += engine.mapped_graph * graph + engine.mapped_lives * lives
     parts["arrays"] = _arrays(manifest, settings)
+    if tuning:
+        parts["tuning"] = _tuned(manifest, tuning)
     return Need({name: round(size) for name, size in parts.items()}, round(mapped))
+
+
+def _tuned(manifest: Manifest, tuning: Tuning) -> int:
+    """Return roughly what a tuning's graphs take: their files with the features' weights, and one image in them."""
+    names = {graph.file for graph in tuning.graphs.values()} | {"features.weights"}
+    height, width = (tuning.photograph or manifest.preprocessing).network_size
+    return sum(manifest.files[name].bytes for name in names if name in manifest.files) + _CHANNELS * height * width
 
 
 def check_training(network: Mapping[str, Any], size: tuple[int, int], batch: int, processes: int) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise
+from mdps.runtime.observations import Views, images_of
 from mdps.runtime.sampler import alone, posterior_sampling, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.session import Arrays, Session
@@ -29,6 +30,9 @@ class Inspection:
     the first one's samples guided it;
     `posterior_samples` [B * N_s, 3, H, W] of the last pass, image-major; `times` in ms for all B; `early_exit` [B]
     bool: which images skipped the masked pass, so that their map, score and samples are the first pass's.
+
+    Of a tuned detector (`runtime.fused`) the first map and score are the last, `posterior_samples` is one an image, or
+    empty where nothing is reconstructed; `tuned` [B] bool says which images it judged itself, None of another detector.
     """
 
     anomaly_map: Array
@@ -39,6 +43,7 @@ class Inspection:
     posterior_samples: Array
     times: dict[str, float]
     early_exit: NDArray[np.bool_]
+    tuned: NDArray[np.bool_] | None = None
 
 
 class Inspector(Protocol):
@@ -57,7 +62,7 @@ class Inspector(Protocol):
         """Whether the whole loop stays on a card, by whose events `Inspection.times` are measured."""
 
     def inspect(
-        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
+        self, observations: Views, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
         """Both passes on float32 [B, 3, H, W]; `mask_range` is needed unless the range is per image.
 
@@ -65,7 +70,7 @@ class Inspector(Protocol):
         without a range, BackendError where a map or score is no finite number.
         """
 
-    def first_maps(self, observations: Array) -> Array:
+    def first_maps(self, observations: Views) -> Array:
         """Maps [B, 1, H, W] of the first pass alone, which need no mask range: what a calibration measures it on."""
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
@@ -90,17 +95,18 @@ class Pipeline:
     at_once: int = 1
 
     def inspect(
-        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
+        self, observations: Views, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
         check_range(self.settings, mask_range)
-        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in chunks(observations, self.at_once)])
+        images = chunks(images_of(observations), self.at_once)
+        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in images])
         check_finite(found.anomaly_map, found.anomaly_score)
         return found
 
     def _inspect(
         self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None
     ) -> Inspection:
-        clock = _Clock()
+        clock = Clock()
         features = self._features(observations, clock)
         samples, first = self._first(observations, features, mask_range, clock)
         leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)  # never a NaN
@@ -117,14 +123,18 @@ class Pipeline:
             early_exit=leaves,
         )
 
-    def first_maps(self, observations: Array) -> Array:
-        clock, parts = _Clock(), []
-        for chunk in chunks(observations, self.at_once):
+    def first_maps(self, observations: Views) -> Array:
+        clock, parts = Clock(), []
+        for chunk in chunks(images_of(observations), self.at_once):
             _, found = self._first(chunk, self._features(chunk, clock), (0.0, 1.0), clock)
             parts.append(found)
         maps, scores = (np.concatenate([part[name] for part in parts]) for name in ("anomaly_map", "anomaly_score"))
         check_finite(maps, scores)
         return maps
+
+    def first_samples(self, observations: Array) -> Array:
+        """Return the samples of the first pass, of which nothing is scored."""
+        return self._sample(0, observations, np.ones_like(observations[:, :1]))
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
         session = self.graphs.step(self.settings.sampler.first_pass.guidance_scale)
@@ -143,18 +153,18 @@ class Pipeline:
         for session in self.graphs.roles.values():
             session.close()
 
-    def _features(self, observations: Array, clock: "_Clock") -> Arrays:
+    def _features(self, observations: Array, clock: "Clock") -> Arrays:
         """Features of y, computed once an image and not once a sample or pass."""
         with clock("score"):
             features = self.graphs.features
             return {} if features is None else features.run({"image": observations})
 
     def _first(
-        self, observations: Array, features: Arrays, mask_range: tuple[float, float] | None, clock: "_Clock"
+        self, observations: Array, features: Arrays, mask_range: tuple[float, float] | None, clock: "Clock"
     ) -> tuple[Array, Arrays]:
         """Samples of the unmasked pass, and what the score graph says of them."""
         with clock("first_pass"):
-            samples = self._sample(0, observations, np.ones_like(observations[:, :1]))
+            samples = self.first_samples(observations)
         with clock("score"):
             return samples, self._score(samples, observations, features, mask_range)
 
@@ -164,7 +174,7 @@ class Pipeline:
         first: Arrays,
         stay: NDArray[np.bool_],
         mask_range: tuple[float, float] | None,
-        clock: "_Clock",
+        clock: "Clock",
     ) -> tuple[Array, Arrays]:
         """Samples and findings: of the masked pass for the images that `stay`, of the first for the others."""
         if self.settings.sampler.masked_pass is None or not stay.any():
@@ -176,7 +186,7 @@ class Pipeline:
         merged = {name: _replaced(first[name], stay, array) for name, array in found.items()}
         return _replaced(batch.samples, rows, samples), merged
 
-    def _masked(self, batch: "_Batch", mask_range: tuple[float, float] | None, clock: "_Clock") -> tuple[Array, Arrays]:
+    def _masked(self, batch: "_Batch", mask_range: tuple[float, float] | None, clock: "Clock") -> tuple[Array, Arrays]:
         """Samples of the masked pass, and map and score of them."""
         with clock("masked_pass"):
             samples = self._sample(1, batch.observations, batch.mask, batch.samples)
@@ -228,11 +238,11 @@ def _replaced(old: Array, where: NDArray[np.bool_], new: Array) -> Array:
     return copy
 
 
-class _Clock:
-    """Adds up milliseconds under names."""
+class Clock:
+    """Adds up milliseconds under names: those of a pipeline, and `more`."""
 
-    def __init__(self) -> None:
-        self.times = {"first_pass": 0.0, "masked_pass": 0.0, "score": 0.0}
+    def __init__(self, *more: str) -> None:
+        self.times = dict.fromkeys(("first_pass", "masked_pass", "score", *more), 0.0)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -276,8 +286,8 @@ def joined(parts: Sequence[Inspection]) -> Inspection:
     """Of all images, in their order; times add up."""
     if len(parts) == 1:
         return parts[0]
-    arrays = [field.name for field in fields(Inspection) if field.name != "times"]
+    arrays = [field.name for field in fields(Inspection) if getattr(parts[0], field.name) is not None]
     return Inspection(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays if name != "times"},
         times={name: sum(part.times[name] for part in parts) for name in parts[0].times},
     )

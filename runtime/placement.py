@@ -54,7 +54,7 @@ def place(bundle: Bundle, options: LoadOptions, engine: Engine) -> Placement | N
 
 def _checked(bundle: Bundle, options: LoadOptions, engine: Engine, card: Card) -> str:
     """See that there is room, and say what a measurement goes by."""
-    manifest, roles = bundle.manifest, bundle.settings.roles
+    manifest, roles = bundle.manifest, bundle.roles
     files = {role: plan.file for role, plan in manifest.plans_of(engine.name).items()}
     samples = min(bundle.settings.sampler.samples, options.max_batch)
     one, whole = (estimate(manifest, roles, count, files) for count in (samples, options.max_batch))

@@ -70,10 +70,13 @@ class Preprocessing(Record):
 
     def __call__(self, image: Picture) -> NDArray[np.float32]:
         """Observation float32 [3, H, W] in [-1, 1]. ImageError naming the file where it cannot be had."""
+        return self.view(read_image(image), describe(image))
+
+    def view(self, picture: "Image.Image", name: str) -> NDArray[np.float32]:
+        """Observation of what `read_image` made of the picture `name`, which an ImageError names."""
         from PIL import Image
 
-        picture = read_image(image)
-        box = self._roi_box(picture.size, describe(image))
+        box = self._roi_box(picture.size, name)
         height, width = self.image_size
         # Cutting before resizing keeps pixels outside the region from bleeding in.
         picture = picture.crop(box)

@@ -1,13 +1,13 @@
 """The detector that `mdps tune` fitted to the parts of a product: few calls of the network, statistics, a cascade."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mdps.runtime.errors import require
-from mdps.runtime.graphs import GraphEntry
+from mdps.runtime.graphs import STEPS, GraphEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
-from mdps.runtime.settings import SamplerSettings
+from mdps.runtime.settings import SamplerSettings, Settings
 
 PHOTOGRAPH, FUSION = "photograph", "fusion"
 """Roles of a tuning's graphs beside its terms: features of the photograph, and the sum of the scaled terms."""
@@ -43,7 +43,8 @@ class Cascade(Record):
     """The published method judges again what the tuned detector scores from `low` to `high`.
 
     Its scores from `published_low` to `published_high` become `low` to `high`, those beyond are cut to them, so that
-    one threshold is enough and no image leaves the band.
+    one threshold is enough and no image leaves the band. Its map goes the same way, uncut: map and score are of one
+    detector.
     """
 
     low: float
@@ -82,3 +83,28 @@ class Tuning(Record):
         wanted = {term.name for term in self.terms if term.kind != "map"} | {FUSION}
         wanted |= {PHOTOGRAPH} if of_photograph else set()
         require(set(self.graphs) == wanted, f"the graphs should be {sorted(wanted)}, they are {sorted(self.graphs)}")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the bundle's score graph is needed for the few calls, and not their samples alone."""
+        several = self.sampler is not None and self.sampler.masked_pass is not None
+        return several or any(term.kind == "map" for term in self.terms)
+
+    def settings(self, published: Settings) -> Settings:
+        """Return those of the tuned detector in a bundle with these; nothing of it skips a pass.
+
+        The range of a mask is calibrated for the published method alone, so that it is asked for where that judges too.
+        """
+        sampler = replace(self.sampler or published.sampler, early_exit=0.0)
+        mask = published.mask if self.cascade else replace(published.mask, range="per-image")
+        return replace(published, sampler=sampler, mask=mask)
+
+    def few_roles(self, published: Settings) -> tuple[str, ...]:
+        """Return the graphs of the bundle that reconstruct; none where nothing does."""
+        few = self.settings(published).roles if self.sampler else ()
+        return few if self.scores else tuple(role for role in few if role in STEPS)
+
+    def roles(self, published: Settings) -> tuple[str, ...]:
+        """Return the graphs of the bundle that it runs, those of a cascade included."""
+        again = published.roles if self.cascade else ()
+        return tuple(dict.fromkeys((*self.few_roles(published), *again)))

@@ -424,7 +424,7 @@ MUTANTS = (
     ),
     Mutant(
         "first-sample", "Detector._result",
-        "index * self._settings.sampler.samples",
+        "index * (len(samples) // len(found.anomaly_map))",
         "index",
         "a result shows the sample of another image",
         ("test_the_map_averages_over_samples[2]",),
@@ -438,7 +438,7 @@ MUTANTS = (
         ("test_resize_is_the_antialiased_bilinear_of_torch",),
     ),
     Mutant(
-        "resize", "Preprocessing.__call__",
+        "resize", "Preprocessing.view",
         "picture = picture.resize(size, Image.Resampling.BILINEAR)",
         "picture = picture.resize(size, Image.Resampling.BICUBIC)",
         "another filter than in training",

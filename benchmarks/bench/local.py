@@ -18,7 +18,7 @@ class Ours:
         self.timer: Timer = WallTimer()
         self.detector = load(
             spec.bundle, engine=spec.variant, threads=spec.threads, samples=spec.samples, max_batch=spec.max_batch,
-            calibrated=False, warm_up=False,
+            calibrated=False, warm_up=False, tuned=False,
         )  # fmt: skip
         size = self.detector.preprocessing.network_size
         self._observations = np.stack([observation(size, index) for index in range(spec.batch)])

@@ -20,8 +20,9 @@ from mdps.runtime.graphs import GUIDED
 from mdps.runtime.loading import open_detector
 from mdps.runtime.machine import versions
 from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.observations import Observations, Views
 from mdps.runtime.pipeline import Inspection
-from mdps.runtime.preprocessing import Preprocessing, read_image
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import ScoreSettings, Settings
 from mdps.serving.folder import predictions
@@ -43,6 +44,8 @@ class BundlePredictor:
     free. UsageError for what is part of the graphs (`BAKED`). With the mask range "dataset" the first pass runs over
     all pictures before they are judged.
 
+    A product that was tuned is judged by its tuned detector, unless anything is changed.
+
     No calibration is needed. `product`'s is used where the bundle has one that was made with these settings.
     Raises as `mdps.runtime.load`, and CalibrationError where a frozen mask range was calibrated for another first pass.
     """
@@ -63,20 +66,23 @@ class BundlePredictor:
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
         asked = options.override(asked)
         check_changes(self.manifest, asked)
+        chosen = Bundle(bundle, self.manifest, asked)
+        if changes is None and asked == self.manifest.settings:
+            chosen = Bundle.of(bundle, self.manifest, options)
         arithmetic, product = options.arithmetic, options.product
-        calibration, self._notes = _fitting(self.manifest, product, asked, arithmetic)
+        calibration, self._notes = _fitting(chosen, product, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
         self._looked = self._left = 0
-        frozen = _frozen_range(self.manifest, product, asked, arithmetic)
-        self.settings = _without_needless_range(asked, frozen)
+        frozen = _frozen_range(chosen, product, calibration, arithmetic)
+        self.settings = _without_needless_range(chosen, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
         if self._uses_test_set:
             self._notes = (*self._notes, _USES_TEST_SET)
         self._detector = open_detector(
-            Bundle(bundle, self.manifest, self.settings),
+            replace(chosen, settings=self.settings),
             options,
             lambda pipeline, engine: _RangedDetector(
-                self.manifest, pipeline, calibration, product=product, engine=engine
+                self.manifest, pipeline, calibration, product=product, engine=engine, tuning=chosen.tuning
             ),
         )
         self._detector.mask_range = frozen
@@ -169,7 +175,7 @@ class BundlePredictor:
             score=result.score,
             anomaly_map=result.anomaly_map[cut],
             ms=result.times["total"],
-            reconstruction=result.posterior_sample[:, *cut],
+            reconstruction=None if result.posterior_sample is None else result.posterior_sample[:, *cut],
         )
 
     def _cut(self) -> tuple[slice, slice]:
@@ -187,7 +193,7 @@ class BundlePredictor:
         for start in starts:
             observations = [*_readable(self._detector, paths[start : start + self._batch])]
             if observations:
-                maps = self._detector.first_maps(np.stack(observations))
+                maps = self._detector.first_maps(Observations.joined(observations))
                 lows.append(float(maps.min()))
                 highs.append(float(maps.max()))
         return (min(lows), max(highs)) if lows else None
@@ -206,7 +212,7 @@ class _RangedDetector(Detector):
 
     def inspect(
         self,
-        observations: NDArray[np.float32],
+        observations: Views,
         *,
         mask_range: tuple[float, float] | None = None,
         early_exit: bool = True,
@@ -237,10 +243,9 @@ def check_changes(manifest: Manifest, settings: Settings) -> None:
         plan_steps(manifest.schedule, settings.sampler.time_index, one_pass, settings.sampler.eta_ddim)
 
 
-def _fitting(
-    manifest: Manifest, product: str, asked: Settings, arithmetic: str
-) -> tuple[Calibration | None, tuple[str, ...]]:
+def _fitting(bundle: Bundle, product: str, arithmetic: str) -> tuple[Calibration | None, tuple[str, ...]]:
     """The product's calibration if its threshold holds under what is asked, and why not if it does not."""
+    manifest, asked = bundle.manifest, bundle.settings
     calibration = manifest.calibrations.get(product)
     if calibration is None:
         require(
@@ -249,7 +254,10 @@ def _fitting(
             f"only for {', '.join(manifest.calibrations) or 'none'}: choose one of those, or calibrate it",
         )
         return None, ()
-    if calibration.samples != asked.sampler.samples or _unseeded(asked) != _unseeded(manifest.settings):
+    if calibration.tuned != bundle.tuned:
+        return None, (f"the threshold of {manifest.name} was calibrated for another detector",)
+    own = bundle.tuning is not None or _unseeded(asked) == _unseeded(manifest.settings)
+    if calibration.samples != asked.sampler.samples or not own:
         return None, (f"the threshold of {manifest.name} was calibrated with other settings",)
     if calibration.arithmetic != arithmetic:
         return None, (f"the threshold of {manifest.name} was calibrated in other arithmetic",)
@@ -261,14 +269,20 @@ def _unseeded(settings: Settings) -> Settings:
     return replace(settings, sampler=replace(settings.sampler, seed=0, samples=1, early_exit=0.0))
 
 
-def _frozen_range(manifest: Manifest, product: str, asked: Settings, arithmetic: str) -> tuple[float, float] | None:
+def _frozen_range(
+    bundle: Bundle, product: str, fitting: Calibration | None, arithmetic: str
+) -> tuple[float, float] | None:
     """The calibrated mask range, where the settings take a frozen one and there is one."""
+    manifest, asked = bundle.manifest, bundle.settings
+    if bundle.tuning is not None:
+        return fitting.mask_range if fitting and asked.mask.range == "frozen" else None
     calibration = manifest.calibrations.get(product)
     if asked.mask.range != "frozen" or asked.sampler.masked_pass is None or calibration is None:
         return None
     first = replace(_unseeded(asked).sampler, masked_pass=None)
     same = first == replace(_unseeded(manifest.settings).sampler, masked_pass=None)
-    if not same or calibration.samples != asked.sampler.samples or calibration.arithmetic != arithmetic:
+    own = (calibration.tuned, calibration.samples, calibration.arithmetic) == ("", asked.sampler.samples, arithmetic)
+    if not (same and own):
         raise CalibrationError(
             f"the frozen mask range of {manifest.name} was calibrated with another first pass: keep the first pass, "
             'the samples and the arithmetic, or choose the mask range "per-image"'
@@ -276,16 +290,17 @@ def _frozen_range(manifest: Manifest, product: str, asked: Settings, arithmetic:
     return calibration.mask_range
 
 
-def _without_needless_range(asked: Settings, frozen: tuple[float, float] | None) -> Settings:
+def _without_needless_range(bundle: Bundle, frozen: tuple[float, float] | None) -> Settings:
     """A range that no pass runs under is not asked for: without a masked pass the mask changes no score."""
-    if asked.sampler.masked_pass is not None or frozen is not None:
+    asked = bundle.settings
+    if bundle.tuning is not None or asked.sampler.masked_pass is not None or frozen is not None:
         return asked
     return replace(asked, mask=replace(asked.mask, range="per-image"))
 
 
-def _readable(detector: Detector, paths: Sequence[Path]) -> Iterator[NDArray[np.float32]]:
+def _readable(detector: Detector, paths: Sequence[Path]) -> Iterator[Observations]:
     for path in paths:
         try:
-            yield detector.preprocessing(read_image(path))
+            yield detector.observe([path])
         except ImageError:  # it is named when its turn comes to be judged
             continue

@@ -14,6 +14,7 @@ from mdps.runtime.device.seam import DeviceEngine, Driver, Event, Graph, Stream
 from mdps.runtime.errors import BackendError, BackendWarning, UsageError
 from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise, NoiseBank
+from mdps.runtime.observations import Views, images_of
 from mdps.runtime.pipeline import Array, Inspection, check_finite, check_range, chunks, joined, mask_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
@@ -99,16 +100,16 @@ class DevicePipeline:
         return {role: engine.provider for role, engine in self._engines_on_card.roles.items()}
 
     def inspect(
-        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None = None
+        self, observations: Views, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
         """Inspect; of images computed together all go through the masked pass, or none."""
         check_range(self.settings, mask_range)
-        found = joined(self._each(observations, mask_range, exit_limit, only_first=False))
+        found = joined(self._each(images_of(observations), mask_range, exit_limit, only_first=False))
         check_finite(found.anomaly_map, found.anomaly_score)
         return found
 
-    def first_maps(self, observations: Array) -> Array:
-        found = joined(self._each(observations, (0.0, 1.0), None, only_first=True))
+    def first_maps(self, observations: Views) -> Array:
+        found = joined(self._each(images_of(observations), (0.0, 1.0), None, only_first=True))
         check_finite(found.first_map, found.first_score)
         return found.first_map
 

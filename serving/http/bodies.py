@@ -15,10 +15,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
+from mdps.runtime.detector import Detector
 from mdps.runtime.errors import ImageError
 from mdps.runtime.image_files import odd_picture
+from mdps.runtime.observations import Observations
 from mdps.runtime.pictures import check_single
-from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.http.refusals import Refusal, bad_request, too_large
 
 _WBITS = {"gzip": 31, "deflate": 15}
@@ -191,17 +192,15 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         raise _too_many(max_pixels)
 
 
-def observe(
-    picture: Image.Image | NDArray[np.uint8], preprocessing: Preprocessing, notes: list[str]
-) -> NDArray[np.float32]:
-    """The observation [3, H, W] of a picture; ImageError with a sentence that names no Python type.
+def observe(picture: Image.Image | NDArray[np.uint8], detector: Detector, notes: list[str]) -> Observations:
+    """The views of one picture; ImageError with a sentence that names no Python type.
 
     `notes` gets a sentence for whatever is odd about an image file: more than 8 bits, much smaller than the network's.
     """
     if isinstance(picture, Image.Image):
-        notes += odd_picture(picture, preprocessing)
+        notes += odd_picture(picture, detector.preprocessing)
     try:
-        return preprocessing(picture)
+        return detector.observe([picture])
     except ImageError as error:
         raise ImageError(str(error).replace(f"the given {type(picture).__name__}", "the image")) from error
 

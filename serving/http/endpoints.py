@@ -111,7 +111,7 @@ class Protocol:
         deadline = here.deadline if asked.timeout is None else min(here.deadline, here.came + asked.timeout)
         async with asyncio.timeout_at(deadline):
             predicted = await here.model.predict(
-                lambda preprocessing: observe(asked.picture, preprocessing, here.notes), deadline
+                lambda detector: observe(asked.picture, detector, here.notes), deadline
             )
         predicted.stages["prepare"] += parsing
         begun = time.perf_counter()
@@ -177,9 +177,7 @@ class Inspecting:
             is_form = request.headers.get("content-type", "").lower().startswith("multipart/")
             return open_image(file_of_form(request.headers, body) if is_form else body, pixels)
 
-        predicted = await model.predict(
-            lambda preprocessing: observe(picture(), preprocessing, here.notes), here.deadline
-        )
+        predicted = await model.predict(lambda detector: observe(picture(), detector, here.notes), here.deadline)
         result, begun, encoding = predicted.result, time.perf_counter(), _choice(request, "map", _MAPS)
         answer: dict[str, Any] = {"model": model.name, "score": result.score, "threshold": result.threshold}
         answer |= {"verdict": result.verdict, "early_exit": result.early_exit} | model.doubt

@@ -10,21 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import BackendError, ImageError, MdpsError
 from mdps.runtime.manifest import FILE_NAME
-from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.observations import Observations
 from mdps.serving.http.options import ServerOptions
 from mdps.serving.http.refusals import Refusal, bad_request
 from mdps.serving.http.telemetry import Metrics, event
 from mdps.serving.http.worker import Answer, Item, Worker
 
 _RETRY = 10.0  # seconds between attempts while a bundle cannot be loaded, such as one that is being copied
-Observation = NDArray[np.float32]
-Prepare = Callable[[Preprocessing], Observation]
+Prepare = Callable[[Detector], Observations]
 Stamp = tuple[int, int, int]
 
 
@@ -148,7 +144,7 @@ class Model:
         loaded.users += 1
         started = time.perf_counter()
         try:
-            observation = await self._prepare(prepare, loaded.detector.preprocessing)
+            observation = await self._prepare(prepare, loaded.detector)
             queued = time.perf_counter()
             item = self._worker.submit(loaded.detector, observation, deadline)
             answer = await self._outcome(item)
@@ -157,10 +153,10 @@ class Model:
             self._close_if_done(loaded)
         return self._measured(answer, prepared=queued - started, waited=answer.begun - queued)
 
-    async def _prepare(self, prepare: Prepare, preprocessing: Preprocessing) -> Observation:
+    async def _prepare(self, prepare: Prepare, detector: Detector) -> Observations:
         self._preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, prepare, preprocessing)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, prepare, detector)
         except ImageError as error:
             raise Refusal(400, "bad_image", str(error)) from error
         except MemoryError as error:
@@ -182,9 +178,8 @@ class Model:
             item.drop()
 
     def _measured(self, answer: Answer, *, prepared: float, waited: float) -> Prediction:
-        times = answer.result.times
-        stages = {"prepare": prepared, "queue": waited}
-        stages |= {name: times[name] / 1000 for name in ("first_pass", "masked_pass", "score")}
+        of_detector = {k: v / 1000 for k, v in answer.result.times.items() if k not in ("preprocess", "total")}
+        stages = {"prepare": prepared, "queue": waited, **of_detector}
         self._metrics.batch.labels(self.name).observe(answer.images)
         self._metrics.verdicts.labels(self.name, answer.result.verdict or "none").inc()
         return Prediction(answer.result, stages, answer.images)

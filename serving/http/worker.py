@@ -9,17 +9,15 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mdps.runtime.detector import Result
+from mdps.runtime.observations import Observations
 
 
 class Engine(Protocol):
     """The part of a detector that the thread needs."""
 
-    def judge(self, observations: NDArray[np.float32]) -> list[Result]:
-        """Results for float32 [B, 3, H, W]; none depends on the others."""
+    def judge(self, observations: Observations) -> list[Result]:
+        """Results for B pictures; none depends on the others."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,13 @@ class Answer:
 
 @dataclass(eq=False)
 class Item:
-    """An observation [3, H, W] that waits; without it (`drop`) there is nothing to do.
+    """One picture's observation that waits; without it (`drop`) there is nothing to do.
 
     `until` (`time.monotonic`) is when nobody waits for its result any more.
     """
 
     engine: Engine
-    observation: NDArray[np.float32] | None
+    observation: Observations | None
     until: float
     future: "asyncio.Future[Answer]" = field(repr=False)
 
@@ -74,7 +72,7 @@ class Worker:
         """Whether the thread runs; without it nothing is ever answered."""
         return self._thread.is_alive()
 
-    def submit(self, engine: Engine, observation: NDArray[np.float32], until: float = math.inf) -> Item:
+    def submit(self, engine: Engine, observation: Observations, until: float = math.inf) -> Item:
         """Queue an observation; await the item's future for what came of it."""
         item = Item(engine, observation, until, self._loop.create_future())
         self._queue.put(item)
@@ -130,10 +128,10 @@ class Worker:
                 raise
             return self._queue.get(timeout=left)
 
-    def _predict(self, items: Sequence[Item], observations: Sequence[NDArray[np.float32]]) -> None:
+    def _predict(self, items: Sequence[Item], observations: Sequence[Observations]) -> None:
         begun = time.perf_counter()
         try:
-            results = items[0].engine.judge(np.stack(observations))
+            results = items[0].engine.judge(Observations.joined(observations))
         except Exception as error:
             if len(items) > 1:  # one image's fault is not the others'
                 for item, observation in zip(items, observations, strict=True):

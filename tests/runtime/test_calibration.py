@@ -15,6 +15,7 @@ from mdps.runtime.calibration import (
     good_threshold,
 )
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, UsageError
+from mdps.runtime.observations import Observations, observe
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import EXIT_SHARES, MaskSettings, paper_settings
@@ -26,7 +27,7 @@ class BrightnessDetector:
     def __init__(self, mask_range="per-image", noise="simplex"):  # of which nothing is said
         sampler = replace(paper_settings((2, 2)).sampler, noise=noise)
         self.settings = replace(paper_settings((2, 2)), sampler=sampler, mask=MaskSettings(0.1, mask_range))
-        self.preprocessing, self.engine = Preprocessing((2, 2)), "onnxruntime"
+        self.engine, self.tuned, self.denoises = "onnxruntime", "", True
         self.given, self.sizes = [], []
         self.schedule = NoiseSchedule.linear()
 
@@ -34,14 +35,17 @@ class BrightnessDetector:
         """None, which no trained denoiser says."""
         return 0 * noised
 
+    def observe(self, images):
+        return observe(images, Preprocessing((2, 2)))
+
     def first_maps(self, observations):
-        return observations[:, :1]
+        return observations.images[:, :1]
 
     def inspect(self, observations, *, mask_range=None, early_exit=True):
         assert not early_exit  # good parts go through both passes
         self.given.append(mask_range)
         self.sizes.append(len(observations))
-        maps = observations[:, :1]
+        maps = observations.images[:, :1]
         scores = maps.mean(axis=(1, 2, 3))
         return SimpleNamespace(anomaly_score=scores, first_map=maps, anomaly_map=maps / 2, first_score=2 * scores)
 
@@ -123,7 +127,7 @@ def test_too_few_images_warn_and_leave_a_note():
 
 def test_maps_of_one_value_are_said_to_tell_nothing():
     detector = BrightnessDetector()
-    detector.preprocessing = lambda picture: np.zeros((3, 2, 2), np.float32)
+    detector.observe = lambda images: Observations(np.zeros((len(images), 3, 2, 2), np.float32))
     with pytest.warns(CalibrationWarning, match=r"map of the good images is 0 throughout.* threshold 0 tells no"):
         found = calibrate(detector, pictures(range(100, 119)), false_alarm_rate=0.1)
     assert found.threshold == 0
@@ -168,7 +172,7 @@ def test_what_cannot_be_calibrated(tmp_path):
 
 def test_nan_maps_are_no_calibration():
     detector = BrightnessDetector("frozen")
-    detector.first_maps = lambda observations: observations[:, :1] * np.nan
+    detector.first_maps = lambda observations: observations.images[:, :1] * np.nan
     with pytest.raises(BackendError, match="NaN"):
         calibrate(detector, pictures([1]))
 

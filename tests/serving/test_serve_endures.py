@@ -22,6 +22,7 @@ import uvicorn
 
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import UsageError
+from mdps.runtime.observations import Observations
 from mdps.runtime.pipeline import check_finite
 from mdps.serving.http.bodies import Bodies, open_image
 from mdps.serving.http.guard import bounded_protocol
@@ -222,8 +223,6 @@ def test_an_image_that_gives_nan_is_a_500_that_is_counted():
     nothing = np.zeros((3, 4, 4), np.float32)
 
     class Engine:
-        preprocessing = None
-
         def judge(self, observations):
             check_finite(np.full((len(observations), 1, 4, 4), np.nan), np.zeros(len(observations)))
 
@@ -233,7 +232,7 @@ def test_an_image_that_gives_nan_is_a_500_that_is_counted():
         model.current = Loaded(Engine(), None, 0.0)
         model._worker = Worker("line", max_batch=1, max_wait=0.0, coming=lambda: 0)
         with pytest.raises(Refusal, match="NaN") as refused:
-            await model.predict(lambda preprocessing: nothing, asyncio.get_running_loop().time() + 60)
+            await model.predict(lambda detector: Observations(nothing[None]), asyncio.get_running_loop().time() + 60)
         await asyncio.to_thread(model._worker.stop)
         assert (refused.value.status, refused.value.kind) == (500, "nan")
         assert 'mdps_nan_total{model="line"} 1.0' in metrics.text().decode()

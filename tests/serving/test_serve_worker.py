@@ -13,6 +13,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import BackendError
+from mdps.runtime.observations import Observations
 from mdps.serving.http.worker import Worker
 
 BLANK = Result(
@@ -30,14 +31,14 @@ class FakeEngine:
 
     def judge(self, observations):
         self.gate.wait(10)
-        self.batches.append([float(mean) for mean in observations.mean(axis=(1, 2, 3))])
+        self.batches.append([float(mean) for mean in observations.images.mean(axis=(1, 2, 3))])
         if 13.0 in self.batches[-1]:
             raise BackendError("NaN")
         return [replace(BLANK, score=mean + self.add) for mean in self.batches[-1]]
 
 
 def observation(value):
-    return np.full((3, 2, 2), value, np.float32)
+    return Observations(np.full((1, 3, 2, 2), value, np.float32))
 
 
 def run(scenario, *, max_batch=4, max_wait=0.0, coming=lambda: 0):

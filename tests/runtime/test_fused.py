@@ -1,0 +1,408 @@
+"""A tuned detector on a real bundle of tiny graphs, held against numpy on the raw maps of its terms."""
+
+import importlib.util
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mdps.runtime import BundleError, CalibrationError, ImageError, LoadOptions, UsageError, calibrate, load
+from mdps.runtime.bundle import Bundle
+from mdps.runtime.graphs import GraphEntry
+from mdps.runtime.loading import open_detector
+from mdps.runtime.manifest import Manifest, hash_files
+from mdps.runtime.observations import Observations, observe
+from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.settings import PassSettings
+from mdps.runtime.tuning import Cascade, Term, Tuning
+
+spec = importlib.util.spec_from_file_location("tiny_detector", Path(__file__).with_name("test_detector.py"))
+tiny = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tiny
+spec.loader.exec_module(tiny)
+
+SIZE, SIDE = tiny.SIZE, 12
+TERMS = (
+    Term("map", "map", "reconstruction", 0.1, 0.5, 0.5),
+    Term("pixels", "pixels", "reconstruction", 0.0, 2.0, 0.25),
+    Term("position", "position", "photograph", -0.2, 0.7, 0.25),
+    Term("residual", "shared", "residual", -1.0, 3.0, 1.0),
+)
+pytestmark = pytest.mark.filterwarnings("ignore::mdps.runtime.errors.BackendWarning")
+
+
+def photograph_graph(path):
+    """Features: the photograph pooled to 6 x 6, and to 3 x 3."""
+    nodes = [
+        ("AveragePool", ["photograph"], f"photograph_features_{k}", {"kernel_shape": [s, s], "strides": [s, s]})
+        for k, s in ((1, 2), (2, 4))
+    ]
+    shapes = [(f"photograph_features_{k}", ("B", 3, SIDE // s, SIDE // s)) for k, s in ((1, 2), (2, 4))]
+    tiny.save(path, [("photograph", ("B", 3, SIDE, SIDE))], shapes, {}, nodes)
+
+
+SAMPLES = ("posterior_samples", ("B", "S", 3, SIZE, SIZE))
+OBSERVATION = ("observation", ("B", 3, SIZE, SIZE))
+
+
+def pixels_graph(path):
+    """The mean over samples and channels of |y - x|."""
+    nodes = [
+        ("Unsqueeze", ["observation", "one"], "y", {}),
+        ("Sub", [SAMPLES[0], "y"], "r", {}),
+        ("Abs", ["r"], "a", {}),
+        ("ReduceMean", ["a", "axes"], "m", {"keepdims": 0}),
+        ("Unsqueeze", ["m", "one"], "map", {}),
+    ]
+    outputs = [("map", ("B", 1, SIZE, SIZE))]
+    tiny.save(path, [OBSERVATION, SAMPLES], outputs, {"one": np.array([1]), "axes": np.array([1, 2])}, nodes)
+
+
+def residual_graph(path):
+    """The first channel of y minus the mean of its samples, at half the size."""
+    constants = {"one": np.array([1]), "begin": np.array([0]), "end": np.array([1])}
+    nodes = [
+        ("ReduceMean", [SAMPLES[0], "one"], "x", {"keepdims": 0}),
+        ("Sub", ["observation", "x"], "r", {}),
+        ("Slice", ["r", "begin", "end", "one"], "c", {}),
+        ("AveragePool", ["c"], "map", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    ]
+    tiny.save(path, [OBSERVATION, SAMPLES], [("map", ("B", 1, SIZE // 2, SIZE // 2))], constants, nodes)
+
+
+def position_graph(path):
+    """The mean over channels of the second features: 3 x 3."""
+    nodes = [("ReduceMean", ["photograph_features_2", "one"], "map", {"keepdims": 1})]
+    inputs = [("photograph_features_2", ("B", 3, 3, 3))]
+    tiny.save(path, inputs, [("map", ("B", 1, 3, 3))], {"one": np.array([1])}, nodes)
+
+
+GRAPHS = {"pixels": pixels_graph, "position": position_graph, "residual": residual_graph}
+
+
+def fusion_graph(path, terms):
+    """Each map enlarged to the nearest pixel and scaled, their weighted sum, its largest pixel, where it exceeds 1."""
+    constants = {"axes": np.array([1, 2, 3]), "limit": np.float32(1)}
+    nodes, parts = [], []
+    for term in terms:
+        name, factor = term.name, term.weight / (term.high - term.low)
+        constants[f"{name}.low"], constants[f"{name}.factor"] = np.float32(term.low), np.float32(factor)
+        nodes += [
+            ("Resize", [name, "", "", f"{name}.size"], f"{name}.large", {"mode": "nearest"}),
+            ("Sub", [f"{name}.large", f"{name}.low"], f"{name}.above", {}),
+            ("Mul", [f"{name}.above", f"{name}.factor"], f"{name}.part", {}),
+        ]
+        constants[f"{name}.size"] = np.array([1, 1, SIZE, SIZE])
+        parts.append(f"{name}.part")
+    nodes += [
+        ("Sum", parts, "anomaly_map", {}),
+        ("ReduceMax", ["anomaly_map", "axes"], "anomaly_score", {"keepdims": 0}),
+        ("Greater", ["anomaly_map", "limit"], "over", {}),
+        ("Cast", ["over"], "mask", {"to": 1}),
+    ]
+    batch = ("B", 1, SIZE, SIZE)
+    outputs = [("anomaly_map", batch), ("anomaly_score", ("B",)), ("mask", batch)]
+    tiny.save(
+        path, [(term.name, ("B", 1, f"{term.name}.h", f"{term.name}.w")) for term in terms], outputs, constants, nodes
+    )
+
+
+def tuned_bundle(folder, terms=TERMS, cascade=None, settings=None, samples=2, without=()):
+    """The tiny bundle with a tuning whose sampler makes one plain pass of two steps."""
+    tiny.make_bundle(folder, settings, without=without)
+    names = {term.name for term in terms}
+    of_photograph = any(term.of == "photograph" for term in terms)
+    for name in names - {"map"}:
+        GRAPHS[name](folder / f"default.{name}.onnx")
+    if of_photograph:
+        photograph_graph(folder / "default.photograph.onnx")
+    fusion_graph(folder / "default.fusion.onnx", terms)
+    sampler = replace(
+        tiny.settings_of().sampler,
+        first_pass=PassSettings(150, 0.0, steps=2),
+        masked_pass=None,
+        samples=samples,
+        seed=5,
+    )
+    roles = [*sorted(names - {"map"}), "fusion", *(["photograph"] if of_photograph else [])]
+    tuning = Tuning(
+        sampler=sampler if any(term.of != "photograph" for term in terms) else None,
+        photograph=Preprocessing((SIDE, SIDE)) if of_photograph else None,
+        terms=terms,
+        graphs={role: GraphEntry(f"default.{role}.onnx") for role in roles},
+        cascade=cascade,
+    )
+    manifest = Manifest.read(folder, verify=False)
+    replace(manifest, files=hash_files(folder), tunings={"default": tuning}).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tuned_bundle(tmp_path_factory.mktemp("tuned") / "b")
+
+
+@pytest.fixture(scope="module")
+def of_photograph(tmp_path_factory):
+    return tuned_bundle(tmp_path_factory.mktemp("photograph") / "b", TERMS[2:3])
+
+
+def pictures(count=4, size=(31, 47), seed=0):
+    """Of odd size and aspect, each at a level of its own."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 60, (*size, 3), dtype=np.uint8) + np.uint8(40 * (index % 4)) for index in range(count)]
+
+
+def with_terms(folder, detector, picture):
+    """The fused map [H, W] of one picture by numpy, from the raw parts computed one by one."""
+    tuning = detector.tuning
+    views = observe([picture], detector.preprocessing, tuning.photograph)
+    manifest = detector.manifest
+    bundle = Bundle(folder, manifest, replace(manifest.settings, sampler=tuning.sampler))
+    with open_detector(bundle, LoadOptions(), lambda pipeline, _: tiny.Detector(manifest, pipeline)) as few:
+        found = few.inspect(views.images)
+    samples, y = found.posterior_samples[None], views.images
+    pooled = views.photographs[0].reshape(3, 3, 4, 3, 4).mean(axis=(0, 2, 4))
+    residual = (y - samples.mean(axis=1))[0, 0].reshape(SIZE // 2, 2, SIZE // 2, 2).mean(axis=(1, 3))
+    nearest = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    raw = {
+        "map": found.anomaly_map[0, 0],
+        "pixels": np.abs(samples - y[:, None]).mean(axis=(1, 2))[0],
+        "position": pooled[nearest][:, nearest],
+        "residual": np.repeat(np.repeat(residual, 2, axis=0), 2, axis=1),
+    }
+    return sum(t.weight * (raw[t.name] - t.low) / (t.high - t.low) for t in tuning.terms), samples[0, 0]
+
+
+def test_the_fused_map_is_the_weighted_sum_of_the_scaled_terms(bundle):
+    with load(bundle, calibrated=False) as detector:
+        for picture in pictures():
+            result = detector(picture)
+            wanted, sample = with_terms(bundle, detector, picture)
+            np.testing.assert_allclose(result.anomaly_map, wanted, atol=1e-5)
+            assert result.score == pytest.approx(wanted.max(), abs=1e-5)
+            np.testing.assert_array_equal(result.mask, result.anomaly_map > 1)
+            np.testing.assert_allclose(result.posterior_sample, sample, atol=1e-6)
+            assert (result.judged_by, result.early_exit) == ("tuned", False)
+            assert {"photograph", "first_pass", "score", "total"} <= result.times.keys()
+
+
+def test_a_result_does_not_depend_on_its_batch(bundle):
+    with load(bundle, calibrated=False) as detector:
+        images = pictures(5)
+        for image, result in zip(images, detector.batch(images), strict=True):
+            alone = detector(image)
+            assert result.score == alone.score
+            np.testing.assert_array_equal(result.anomaly_map, alone.anomaly_map)
+            np.testing.assert_array_equal(result.posterior_sample, alone.posterior_sample)
+        views = detector.observe(images)
+        assert [one.score for one in detector.judge(views)] == [one.score for one in detector.batch(images)]
+
+
+def test_terms_of_the_photograph_alone_open_no_denoiser(of_photograph, tmp_path):
+    """Not even where its graphs are not there: the bundle is the same otherwise."""
+    with load(of_photograph, calibrated=False) as detector:
+        assert not detector.denoises
+        assert set(detector.provenance["engines"]) == {"tuned photograph", "tuned position", "tuned fusion"}
+        result = detector(pictures(1)[0])
+        assert result.posterior_sample is None
+        assert result.times["first_pass"] == result.times["masked_pass"] == 0
+
+
+def test_only_the_graphs_that_the_terms_need_are_opened(tmp_path, bundle):
+    with load(bundle, calibrated=False) as detector:
+        assert {"plain_step", "features", "score"} < set(detector.provenance["engines"])
+        assert "guided_step" not in detector.provenance["engines"]
+    with load(tuned_bundle(tmp_path / "b", TERMS[1:3]), calibrated=False) as detector:
+        assert {role for role in detector.provenance["engines"] if "tuned" not in role} == {"plain_step"}
+        assert detector(pictures(1)[0]).posterior_sample.shape == (3, SIZE, SIZE)
+
+
+def test_openvino_agrees(bundle):
+    pytest.importorskip("openvino")
+    with load(bundle, calibrated=False) as one, load(bundle, calibrated=False, engine="openvino") as other:
+        assert set(other.provenance["engines"].values()).isdisjoint(one.provenance["engines"].values())
+        for picture in pictures():
+            a, b = one(picture), other(picture)
+            np.testing.assert_allclose(a.anomaly_map, b.anomaly_map, atol=1e-5)
+            assert a.score == pytest.approx(b.score, abs=1e-5)
+
+
+def test_observations_without_photographs_are_refused(bundle):
+    with load(bundle, calibrated=False) as detector:
+        images = detector.observe(pictures(1)).images
+        with pytest.raises(ImageError, match="give it what its `observe` returns"):
+            detector.judge(images)
+        with pytest.raises(ImageError, match=r"photographs should be \[B, 3, 12, 12\], these are \[1, 3, 8, 8\]"):
+            detector.judge(Observations(images, images))
+        assert detector.predicted_noise(images, tiny_step()).shape == images.shape
+
+
+def tiny_step():
+    from mdps.runtime.schedule import Step
+
+    return Step(500.0, 0.5, 0.5, 0.0)
+
+
+def test_the_published_method_is_still_there(bundle, tmp_path):
+    plain = tiny.make_bundle(tmp_path / "plain")
+    with load(bundle, tuned=False, calibrated=False) as published, load(plain, calibrated=False) as other:
+        for picture in pictures():
+            a, b = published(picture), other(picture)
+            assert (a.score, a.judged_by) == (b.score, "published")
+            np.testing.assert_array_equal(a.anomaly_map, b.anomaly_map)
+
+
+def band(folder, low, high):
+    return tuned_bundle(folder, TERMS[2:3], Cascade(low, high, 0.5, 1.5))
+
+
+def test_a_cascade_sends_exactly_its_band_to_the_published_method(of_photograph, tmp_path):
+    images = pictures(8, seed=1)
+    with load(of_photograph, calibrated=False) as alone:
+        fused = [alone(image) for image in images]
+    scores = sorted(one.score for one in fused)
+    low, high = scores[2], scores[4]  # both ends belong to it
+    with (
+        load(band(tmp_path / "b", low, high), calibrated=False) as detector,
+        load(of_photograph, calibrated=False, tuned=False) as published,
+    ):
+        results = detector.batch(images)
+        for image, before, result in zip(images, fused, results, strict=True):
+            if not low <= before.score <= high:
+                assert (result.score, result.judged_by) == (before.score, "tuned")
+                continue
+            other, factor = published(image), (high - low) / (1.5 - 0.5)
+            assert result.judged_by == "published"
+            np.testing.assert_allclose(result.anomaly_map, low + factor * (other.anomaly_map - 0.5), atol=1e-5)
+            assert result.score == pytest.approx(np.clip(low + factor * (other.score - 0.5), low, high), abs=1e-6)
+            assert low - 1e-6 <= result.score <= high + 1e-6
+            assert result.times["published"] > 0
+        assert [one.judged_by for one in results].count("published") == 3
+        assert detector.denoises
+
+
+def test_a_cascade_of_a_frozen_range_is_calibrated_with_it(tmp_path):
+    """Its mask range is that of the published method's first pass."""
+    folder = tuned_bundle(
+        tmp_path / "b", TERMS[2:3], Cascade(-9.0, 9.0, 0.5, 1.5), tiny.settings_of(mask_range="frozen")
+    )
+    with load(folder, calibrated=False) as detector:
+        with pytest.raises(CalibrationError, match="no range was calibrated"):
+            detector(pictures(1)[0])
+        calibration = quietly(detector, pictures(6))
+    with load(folder, calibrated=False, tuned=False) as published:
+        maps = published.first_maps(published.observe(pictures(6)))
+    assert calibration.mask_range == (maps.min(), maps.max())
+
+
+def quietly(detector, images, rate=0.1):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return calibrate(detector, images, false_alarm_rate=rate)
+
+
+def calibrated(folder, **options):
+    with load(folder, calibrated=False, **options) as detector:
+        calibration = quietly(detector, pictures(20))
+    Manifest.read(folder).with_calibration("default", calibration).write(folder)
+    return calibration
+
+
+def test_a_calibration_is_of_one_tuning(tmp_path):
+    folder = tuned_bundle(tmp_path / "b")
+    published = calibrated(folder, tuned=False)
+    assert published.tuned == ""
+    with pytest.raises(
+        CalibrationError, match=r"calibrated before it was tuned.* run `mdps calibrate .*b GOOD_FOLDER`"
+    ):
+        load(folder)
+    own = calibrated(folder)
+    with load(folder) as detector:
+        assert own.tuned == detector.tuned == detector.provenance["tuned"] != ""
+        verdicts = [result.verdict for result in detector.batch(pictures(20))]
+        assert verdicts.count("fail") <= 2
+    with pytest.raises(CalibrationError, match=r"with a tuned detector.*calibrated=False"):
+        load(folder, tuned=False)
+
+
+@pytest.mark.parametrize("change", ["weight", "graph", "sampler"])
+def test_a_tuning_has_another_name_where_it_judges_otherwise(tmp_path, change):
+    folder = tuned_bundle(tmp_path / "b")
+    calibrated(folder)
+    manifest = Manifest.read(folder)
+    tuning = replace(manifest.tunings["default"], evidence={"tried": 3})
+    replace(manifest, tunings={"default": tuning}).write(folder)
+    load(folder).close()  # what is written for people alone changes nothing
+    if change == "graph":
+        fusion_graph(folder / "default.fusion.onnx", (replace(TERMS[0], weight=9.0), *TERMS[1:]))
+    elif change == "weight":
+        tuning = replace(tuning, terms=(replace(TERMS[0], weight=9.0), *TERMS[1:]))
+    else:
+        tuning = replace(tuning, sampler=replace(tuning.sampler, seed=6))
+    replace(manifest, tunings={"default": tuning}, files=hash_files(folder)).write(folder)
+    with pytest.raises(CalibrationError, match="before it was tuned"):
+        load(folder)
+
+
+def test_what_the_tuning_decides_is_not_overridden(bundle):
+    for options in ({"samples": 3}, {"seed": 0}):
+        with pytest.raises(UsageError, match=r"was tuned for the product 'default'.*tuned=False"):
+            load(bundle, calibrated=False, **options)
+    load(bundle, calibrated=False, samples=2, seed=5).close()
+
+
+def test_the_gradient_of_ddad_runs_its_own_step_graph(tmp_path):
+    folder = tuned_bundle(tmp_path / "b", TERMS[:1])
+    manifest = Manifest.read(folder)
+    tuning = manifest.tunings["default"]
+    sampler = replace(tuning.sampler, gradient="ddad", first_pass=PassSettings(150, 3.0, steps=2))
+    manifest = replace(manifest, tunings={"default": replace(tuning, sampler=sampler)})
+    manifest.write(folder)
+    with pytest.raises(BundleError, match="names no graph 'ddad_step'"):
+        load(folder, calibrated=False)
+    tiny.step_graph(folder / "ddad_step.onnx", True)
+    graphs = manifest.graphs | {"ddad_step": GraphEntry("ddad_step.onnx")}
+    replace(manifest, graphs=graphs, files=hash_files(folder)).write(folder)
+    (folder / "guided_step.onnx").unlink()
+    replace(manifest, graphs={k: v for k, v in graphs.items() if k != "guided_step"}, files=hash_files(folder)).write(
+        folder
+    )
+    with load(folder, calibrated=False) as detector:
+        assert detector(pictures(1)[0]).judged_by == "tuned"
+
+
+def test_a_graph_that_asks_for_what_is_not_there_is_named(tmp_path):
+    folder = tuned_bundle(tmp_path / "b", TERMS[2:3])
+    manifest = Manifest.read(folder)
+    residual_graph(folder / "default.position.onnx")
+    replace(manifest, files=hash_files(folder)).write(folder)
+    with pytest.raises(BundleError, match=r"default.position.onnx asks for 'posterior_samples'.*mdps tune"):
+        load(folder, calibrated=False)
+
+
+def test_a_roi_and_any_kind_of_picture_reach_both_views(tmp_path):
+    folder = tuned_bundle(tmp_path / "b")
+    manifest = Manifest.read(folder)
+    roi = (5, 3, 20, 17)
+    tuning = replace(manifest.tunings["default"], photograph=Preprocessing((SIDE, SIDE), roi=roi))
+    views = replace(manifest.preprocessing, roi=roi)
+    replace(manifest, preprocessing=views, tunings={"default": tuning}).write(folder)
+    picture = pictures(1)[0]
+    path = tmp_path / "picture.png"
+    Image.fromarray(picture).save(path)
+    with load(folder, calibrated=False) as detector:
+        cut = detector(picture)
+        for same in (path, path.read_bytes(), Image.open(path)):
+            assert detector(same).score == cut.score
+        Image.new("RGB", (9, 9)).save(tmp_path / "small.png")
+        with pytest.raises(ImageError, match=r"small.png is 9 x 9 pixels and does not hold the region"):
+            detector(tmp_path / "small.png")
+    replace(manifest, tunings={"default": replace(tuning, photograph=Preprocessing((SIDE, SIDE)))}).write(folder)
+    with load(folder, calibrated=False) as detector:
+        x, y, width, height = roi
+        assert detector(np.ascontiguousarray(picture[y : y + height, x : x + width])).score == pytest.approx(cut.score)
