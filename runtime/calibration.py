@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from mdps.runtime.engines import named
 from mdps.runtime.errors import BackendError, CalibrationError, require
 from mdps.runtime.fitness import Fitness
-from mdps.runtime.observations import Observations, Views
 from mdps.runtime.pipeline import Inspection
-from mdps.runtime.preprocessing import Picture
+from mdps.runtime.preprocessing import Observations, Picture, Views
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import EXIT_SHARES, Settings

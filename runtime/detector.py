@@ -15,9 +15,8 @@ from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.observations import Observations, Views, observe
 from mdps.runtime.pipeline import Inspection, Inspector
-from mdps.runtime.preprocessing import Picture, Preprocessing
+from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 from mdps.runtime.tuning import Tuning

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mdps.runtime.errors import BackendError, BundleError, ImageError
-from mdps.runtime.observations import Observations, Views
 from mdps.runtime.pipeline import Array, Clock, Inspection, Inspector, Pipeline, check_finite, check_range, joined
+from mdps.runtime.preprocessing import Observations, Views
 from mdps.runtime.schedule import Step
 from mdps.runtime.session import Arrays, Session
 from mdps.runtime.settings import Settings

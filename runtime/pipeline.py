@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise
-from mdps.runtime.observations import Views, images_of
+from mdps.runtime.preprocessing import Views, images_of
 from mdps.runtime.sampler import alone, posterior_sampling, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.session import Arrays, Session

@@ -1,8 +1,9 @@
-"""From a picture of any kind to the observation [3, H, W] the network sees; training calls this same class."""
+"""From a picture of any kind to the observation [3, H, W] the network sees, for training too; all views of pictures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,19 @@ if TYPE_CHECKING:
 Picture: TypeAlias = Union[str, Path, bytes, "Image.Image", NDArray[np.uint8]]
 """A path, the bytes of a file, a PIL image, or a uint8 array [H, W] or [H, W, 1 | 3 | 4]."""
 
-__all__ = ["Picture", "Preprocessing", "read_image", "to_uint8", "to_unit"]
+Array = NDArray[np.float32]
+
+__all__ = [
+    "Observations",
+    "Picture",
+    "Preprocessing",
+    "Views",
+    "images_of",
+    "observe",
+    "read_image",
+    "to_uint8",
+    "to_unit",
+]
 
 
 def to_unit(rgb: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -111,3 +124,63 @@ class Preprocessing(Record):
         height, width = self.network_size
         left, top = (self.image_size[1] - width) // 2, (self.image_size[0] - height) // 2
         return (left, top, left + width, top + height)
+
+
+@dataclass(frozen=True)
+class Observations:
+    """B pictures: `images` [B, 3, H, W] are the network's view, `photographs` [B, 3, h, w] that of a tuning's features.
+
+    Both are float32 in [-1, 1]. `photographs` is None for a detector that reads none.
+    """
+
+    images: Array
+    photographs: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(self.images[rows], None if self.photographs is None else self.photographs[rows])
+
+    @classmethod
+    def of(cls, given: "Self | Array") -> "Self":
+        """Return what was given, images alone as observations without photographs."""
+        return given if isinstance(given, cls) else cls(np.asarray(given))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All pictures of the parts, in order; of one detector, so that either all have photographs or none."""
+        photographs = [part.photographs for part in parts if part.photographs is not None]
+        return cls(
+            np.concatenate([part.images for part in parts]), np.concatenate(photographs) if photographs else None
+        )
+
+
+Views: TypeAlias = Observations | Array
+"""Observations, or where no photographs are needed the images alone."""
+
+
+def images_of(given: Views) -> Array:
+    """Return the network's views."""
+    return given.images if isinstance(given, Observations) else given
+
+
+def observe(
+    pictures: Sequence[Picture], preprocessing: Preprocessing, photograph: Preprocessing | None = None
+) -> Observations:
+    """Decode each picture once and return its views; `photograph` makes that of the feature network.
+
+    Raises ImageError naming the first picture that cannot be read.
+    """
+    views = [_views(picture, preprocessing, photograph) for picture in pictures]
+    photographs = None if photograph is None else np.stack([view[-1] for view in views])
+    return Observations(np.stack([view[0] for view in views]), photographs)
+
+
+def _views(picture: Picture, *wanted: Preprocessing | None) -> list[Array]:
+    name = describe(picture)
+    try:
+        rgb = read_image(picture)
+        return [one.view(rgb, name) for one in wanted if one is not None]
+    except MemoryError as error:
+        raise ImageError(f"{name} does not fit into memory") from error

@@ -20,9 +20,8 @@ from mdps.runtime.graphs import GUIDED
 from mdps.runtime.loading import open_detector
 from mdps.runtime.machine import versions
 from mdps.runtime.manifest import FILE_NAME, Manifest
-from mdps.runtime.observations import Observations, Views
 from mdps.runtime.pipeline import Inspection
-from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.preprocessing import Observations, Preprocessing, Views
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.settings import ScoreSettings, Settings
 from mdps.serving.folder import predictions

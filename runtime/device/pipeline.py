@@ -14,8 +14,8 @@ from mdps.runtime.device.seam import DeviceEngine, Driver, Event, Graph, Stream
 from mdps.runtime.errors import BackendError, BackendWarning, UsageError
 from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise, NoiseBank
-from mdps.runtime.observations import Views, images_of
 from mdps.runtime.pipeline import Array, Inspection, check_finite, check_range, chunks, joined, mask_scalars
+from mdps.runtime.preprocessing import Views, images_of
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 

@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import ImageError
 from mdps.runtime.image_files import odd_picture
-from mdps.runtime.observations import Observations
 from mdps.runtime.pictures import check_single
+from mdps.runtime.preprocessing import Observations
 from mdps.serving.http.refusals import Refusal, bad_request, too_large
 
 _WBITS = {"gzip": 31, "deflate": 15}

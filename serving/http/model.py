@@ -13,7 +13,7 @@ from pathlib import Path
 from mdps.runtime.detector import Detector, Result
 from mdps.runtime.errors import BackendError, ImageError, MdpsError
 from mdps.runtime.manifest import FILE_NAME
-from mdps.runtime.observations import Observations
+from mdps.runtime.preprocessing import Observations
 from mdps.serving.http.options import ServerOptions
 from mdps.serving.http.refusals import Refusal, bad_request
 from mdps.serving.http.telemetry import Metrics, event

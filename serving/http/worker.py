@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from mdps.runtime.detector import Result
-from mdps.runtime.observations import Observations
+from mdps.runtime.preprocessing import Observations
 
 
 class Engine(Protocol):

@@ -15,8 +15,7 @@ from mdps.runtime.calibration import (
     good_threshold,
 )
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, UsageError
-from mdps.runtime.observations import Observations, observe
-from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import EXIT_SHARES, MaskSettings, paper_settings
 

@@ -15,8 +15,7 @@ from mdps.runtime.bundle import Bundle
 from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.loading import open_detector
 from mdps.runtime.manifest import Manifest, hash_files
-from mdps.runtime.observations import Observations, observe
-from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.settings import PassSettings
 from mdps.runtime.tuning import Cascade, Term, Tuning
 

@@ -22,8 +22,8 @@ import uvicorn
 
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import UsageError
-from mdps.runtime.observations import Observations
 from mdps.runtime.pipeline import check_finite
+from mdps.runtime.preprocessing import Observations
 from mdps.serving.http.bodies import Bodies, open_image
 from mdps.serving.http.guard import bounded_protocol
 from mdps.serving.http.model import Loaded, Model

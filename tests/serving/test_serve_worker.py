@@ -13,7 +13,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import BackendError
-from mdps.runtime.observations import Observations
+from mdps.runtime.preprocessing import Observations
 from mdps.serving.http.worker import Worker
 
 BLANK = Result(
