@@ -173,17 +173,19 @@ class Outcome(NamedTuple):
     """Steps and seconds of a run in all its sessions, and losses over its last hundred steps or so.
 
     `first_quarter_loss` is the mean squared error of the noise at the first quarter of the timesteps, where detection
-    works; None where none of them was drawn.
+    works; None where none of them was drawn. `late_fall` is the mean loss of the last quarter of the steps, as a share
+    of that of their second quarter.
     """
 
     steps: int
     seconds: float
     loss: float
     first_quarter_loss: float | None
+    late_fall: float
 
     def notes(self) -> dict[str, Any]:
         """Return what a denoiser keeps of it, without the seconds, so that the same run gives the same file."""
-        return {"steps": self.steps, "loss": self.loss, "first_quarter_loss": self.first_quarter_loss}
+        return {name: value for name, value in self._asdict().items() if name != "seconds"}
 
 
 def outcome(out: Path) -> Outcome | None:
@@ -198,7 +200,16 @@ def outcome(out: Path) -> Outcome | None:
         last["seconds"],
         _mean([(steps, row["loss"]) for steps, row in weighted]) or 0.0,
         _mean([(steps, loss) for steps, loss in quarter if loss is not None]),
+        _over(rows, 0.75, 1.0) / _over(rows, 0.25, 0.5),
     )
+
+
+def _over(rows: Sequence[Row], begin: float, end: float) -> float:
+    """Return the mean loss from one share of the steps to another; a line counts by its steps between the two."""
+    first, last = (share * rows[-1]["step"] for share in (begin, end))
+    before = [0, *(row["step"] for row in rows[:-1])]
+    spans = [min(last, row["step"]) - max(first, start) for start, row in zip(before, rows, strict=True)]
+    return _mean([(span, row["loss"]) for span, row in zip(spans, rows, strict=True) if span > 0]) or 1.0
 
 
 def _last(rows: Sequence[Row]) -> list[tuple[int, Row]]:
@@ -209,7 +220,7 @@ def _last(rows: Sequence[Row]) -> list[tuple[int, Row]]:
     return weighted[first:]
 
 
-def _mean(weighted: Sequence[tuple[int, float]]) -> float | None:
+def _mean(weighted: Sequence[tuple[float, float]]) -> float | None:
     total = sum(weight for weight, _ in weighted)
     return sum(weight * value for weight, value in weighted) / total if total else None
 

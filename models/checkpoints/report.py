@@ -13,6 +13,9 @@ from mdps.runtime.errors import UsageError
 # nothing of the parts and errs by 0.49 to 0.72 in the first quarter of the timesteps, on bottles, circuits and tiles
 # of 64 x 64. Networks that find defects came below 0.05.
 LEARNED = 0.3
+# What the loss over the last quarter of a run should keep of that over its second quarter. Runs on tiles and circuits
+# keep 0.39 and 0.47 up to step 500, and 0.66 to 0.87 from step 800 on (docs/use/training.md).
+FALLING = 0.5
 _LONGEST = 400
 
 
@@ -101,10 +104,11 @@ def _show(value: Any) -> str:
 def run_warnings(notes: Mapping[str, Any]) -> list[str]:
     """Return sentences for the user; none where nothing is wrong, or the notes of a checkpoint do not say.
 
-    Read are `steps` and `training.warmup` (int), and `first_quarter_loss` (float): the mean squared error of the noise
-    in the first quarter of the timesteps, where detection works.
+    Read are `steps` and `training.warmup` (int), `loss` (float), `first_quarter_loss` (float), the mean squared error
+    of the noise in the first quarter of the timesteps, where detection works, and `late_fall` (float), the mean loss of
+    the last quarter of the steps as a share of that of the second.
     """
-    return [*_warm_up(notes), *_error(notes)]
+    return [*_warm_up(notes), *(_error(notes) or _falling(notes))]
 
 
 def _warm_up(notes: Mapping[str, Any]) -> Iterator[str]:
@@ -118,11 +122,23 @@ def _warm_up(notes: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _error(notes: Mapping[str, Any]) -> Iterator[str]:
+def _error(notes: Mapping[str, Any]) -> list[str]:
     loss = notes.get("first_quarter_loss")
-    if isinstance(loss, float) and loss > LEARNED:
-        yield (
-            f"the denoiser has learned next to nothing: at the timesteps of detection its error is {loss:.2f}, where "
-            "predicting nothing gives 1 and a trained network less than 0.05; train for longer (--minutes, --steps) "
-            "and look at the run's samples"
-        )
+    if not (isinstance(loss, float) and loss > LEARNED):
+        return []
+    return [
+        f"the denoiser has learned next to nothing: at the timesteps of detection its error is {loss:.2f}, where "
+        "predicting nothing gives 1 and a trained network less than 0.05; train for longer (--minutes, --steps) "
+        "and look at the run's samples"
+    ]
+
+
+def _falling(notes: Mapping[str, Any]) -> list[str]:
+    share, steps, loss = notes.get("late_fall"), notes.get("steps"), notes.get("loss")
+    if not (isinstance(share, float) and isinstance(loss, float) and share < FALLING):
+        return []
+    return [
+        f"the training ended too early: after {steps} steps its loss ({loss:.3f}) was still falling fast, over the "
+        f"last quarter of the run to {share:.2f} of that over the second, where a run that is long enough keeps 0.6 "
+        "or more; go on with `mdps train --resume` and more --minutes or --steps"
+    ]

@@ -13,7 +13,10 @@ from mdps.runtime.schedule import NoiseSchedule
 from mdps.training import fit, outcome
 from mdps.training.folder import DENOISER, LOG
 
-TRAINED = {"steps": 1806, "loss": 0.017, "first_quarter_loss": 0.02, "training": {"warmup": 100}}
+TRAINED = {"steps": 1806, "loss": 0.017, "first_quarter_loss": 0.02, "late_fall": 0.7, "training": {"warmup": 100}}
+# Losses after each hundred steps of the runs on circuits and tiles of 64 x 64.
+PCB = (0.6882, 0.1601, 0.088, 0.0642, 0.0606, 0.0495, 0.0521, 0.051, 0.0432, 0.0451, 0.0378, 0.0362)
+TILE = (0.6669, 0.0968, 0.0368, 0.0276, 0.0282, 0.0226, 0.026, 0.0274, 0.0248, 0.0257)
 
 
 def log(run, *rows):
@@ -45,9 +48,38 @@ def test_a_run_that_ended_in_its_warm_up_is_told():
     assert not run_warnings({"steps": 1, "training": {"warmup": 0}})
 
 
+def test_a_run_whose_loss_still_fell_fast_is_told(tmp_path):
+    for name, losses in (("pcb", PCB), ("tile", TILE)):
+        rows = [(100 * n, loss, loss) for n, loss in enumerate(losses, 1)]
+        early = [*rows[:5], (506, losses[5], losses[5])]
+        for end, told in ((early, True), (rows, False)):
+            notes = outcome(log(tmp_path / name, *end)).notes()
+            assert bool(run_warnings(TRAINED | notes)) == told, (name, end)
+    (sentence,) = run_warnings(TRAINED | {"steps": 506, "loss": 0.063, "late_fall": 0.4})
+    assert "ended too early: after 506 steps its loss (0.063)" in sentence
+    assert "--resume" in sentence
+    assert len(run_warnings(TRAINED | {"first_quarter_loss": 0.95, "late_fall": 0.4})) == 1  # the graver of the two
+
+
+def test_the_fall_is_that_of_the_last_quarter_of_the_steps_from_the_second(tmp_path):
+    # Steps 51 to 100 and 151 to 200; the second line counts with 10 of its 20 steps and with 40.
+    found = outcome(
+        log(tmp_path / "run", (40, 9.0, 9.0), (60, 5.0, 5.0), (100, 3.0, 3.0), (160, 8.0, 8.0), (200, 1.0, 1.0))
+    )
+    assert found.late_fall == pytest.approx(((8 * 10 + 1 * 40) / 50) / ((5 * 10 + 3 * 40) / 50))
+    assert outcome(log(tmp_path / "run", (1, 0.5, 0.5))).late_fall == 1.0
+
+
 @pytest.mark.parametrize(
     "notes",
-    [{}, {"steps": "many", "training": 3}, {"first_quarter_loss": None}, {"steps": True, "training": {"warmup": 9}}],
+    [
+        {},
+        {"late_fall": 0.1},
+        {"late_fall": "x", "loss": 0.1},
+        {"steps": "many", "training": 3},
+        {"first_quarter_loss": None},
+        {"steps": True, "training": {"warmup": 9}},
+    ],
 )
 def test_notes_that_say_nothing_raise_no_doubt(notes):
     assert run_warnings(notes) == []
@@ -78,7 +110,11 @@ def test_the_export_repeats_it(tmp_path):
     network = UNet(UNetConfig(image_size=16, model_channels=32, channel_mult=(1, 1), num_res_blocks=1))
     options = ExportOptions(backbone="random_tiny", noise_level=198, steps=1, mask_pass=False)
     said: dict[str, list[str]] = {}
-    for name, notes in (("good", TRAINED), ("poor", TRAINED | {"steps": 56, "first_quarter_loss": 0.95})):
+    for name, notes in (
+        ("good", TRAINED),
+        ("poor", TRAINED | {"steps": 56, "first_quarter_loss": 0.95}),
+        ("early", TRAINED | {"late_fall": 0.4}),
+    ):
         path = tmp_path / name / DENOISER
         path.parent.mkdir()
         save_denoiser(path, network, NoiseSchedule.linear(), extra=notes)
@@ -87,4 +123,5 @@ def test_the_export_repeats_it(tmp_path):
             export_bundle(path, tmp_path / name / "bundle", options, say=said.setdefault(name, []).append)
     assert not [line for line in said["good"] if "Warning" in line]
     assert [line for line in said["poor"] if line.startswith("Warning: ") and "56 steps" in line]
+    assert [line for line in said["early"] if line.startswith("Warning: ") and "ended too early" in line]
     assert [line for line in said["poor"] if line.startswith("Warning: ") and "learned next to nothing" in line]
