@@ -101,7 +101,7 @@ def gap(scene: Scene) -> Change | None:
     pattern = _pattern(scene, length)
     found = _narrow(pattern, scene, 1.0, 0.12 * scene.side, 1.5) if pattern else None
     if found is None:
-        return None if scene.patient else _bar(scene, length, scene.rng.uniform(0.5, 1))
+        return scene.plainly(lambda plain: _bar(plain, length, plain.rng.uniform(0.5, 1)))
     centre, width, turn = found
     window = scene.around(centre, 0.5 * (length + width) + 4)
     across, along = turned(window, turn)
@@ -128,7 +128,7 @@ def bridge(scene: Scene) -> Change | None:
     pattern = _pattern(scene, length)
     found = _narrow(pattern, scene, 2.0, max(4.0, 1.5 * length), 0.0) if pattern else None
     if found is None:
-        return None if scene.patient else _bar(scene, length, scene.rng.uniform(0.15, 0.4))
+        return scene.plainly(lambda plain: _bar(plain, length, plain.rng.uniform(0.15, 0.4)))
     centre, width, turn = found
     thick = max(1.5, scene.rng.uniform(0.2, 0.6) * length)
     window = scene.around(centre, 0.5 * (width + thick) + 4)
@@ -147,7 +147,7 @@ def spur(scene: Scene) -> Change | None:
     index = _edge(pattern, scene) if pattern else None
     if pattern is None or index is None:
         turn = scene.rng.uniform(0, 2 * math.pi)
-        return None if scene.patient else _tooth(scene, scene.somewhere(), turn, length, None)
+        return scene.plainly(lambda plain: _tooth(plain, plain.somewhere(), turn, length, None))
     turn = float(pattern.reach[index].argmin()) * 2 * math.pi / _TURNS
     row, column = pattern.place(index)
     inside = _pixel(scene, (row - 1.5 * math.sin(turn), column - 1.5 * math.cos(turn)))
@@ -183,7 +183,7 @@ def moved(scene: Scene) -> Change | None:
     turn, far = rng.uniform(0, 2 * math.pi), max(2.0, rng.uniform(0.3, 0.8) * length)
     index = _edge(pattern, scene) if pattern else None
     if pattern is None or index is None:
-        return None if scene.patient else _displaced(scene, length, turn, far)
+        return scene.plainly(lambda plain: _displaced(plain, length, turn, far))
     centre = pattern.place(index)
     window = scene.around(centre, length + far + 2)
     old = window.of(scene.image)

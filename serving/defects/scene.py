@@ -1,7 +1,8 @@
 """The photograph a defect is put into: where its part is, how much it is grained, and what lies around a place."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ Point = tuple[float, float]
 GRID = 128
 """The most cells a side of the coarse picture that places are chosen on."""
 _SURROUNDINGS, _CLEAR = 24.0, 100.0  # grey levels: what parts an object from its background; black from white
+_PATIENCE = 2.0  # strength
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,6 @@ class Scene:
     strength: float = 1.0
 
     @property
-    def patient(self) -> bool:
-        """Whether what is not found here should be looked for elsewhere, before something plainer takes its place."""
-        return self.strength < 2
-
-    @property
     def image(self) -> Pixels:
         """The image [H, W, 3] a defect is put into."""
         return self.ground.image
@@ -143,6 +140,10 @@ class Scene:
     def side(self) -> float:
         """Return what sizes are relative to."""
         return self.ground.side
+
+    def plainly(self, make: "Callable[[Scene], Change]") -> "Change | None":
+        """Return nothing the first times, so that a pattern is looked for elsewhere; then what takes its place."""
+        return make(replace(self, strength=self.strength / _PATIENCE)) if self.strength >= _PATIENCE else None
 
     def length(self, times: float = 1.0) -> float:
         """Draw the extent of a defect in pixels."""
@@ -178,8 +179,8 @@ class Scene:
         if self.ground.levels is None:
             return self.faint(around, most, least)
         dark, bright = self.ground.levels
-        amount = self.rng.choice((-1.0, 1.0)) * self.rng.uniform(0.7, 1.0) * (bright - dark)
-        return np.full(3, amount, dtype=np.float32)
+        sign = -1.0 if self.rng.random() < (around.mean() - dark) / (bright - dark) else 1.0
+        return np.full(3, sign * self.rng.uniform(0.7, 1.0) * (bright - dark), dtype=np.float32)
 
     def faint(self, around: Floats, most: float, least: float) -> Floats:
         """Draw it whatever the levels: the grain's part, and `least` to `most` grey levels more."""
@@ -189,7 +190,7 @@ class Scene:
         sign = self.rng.choice((-1.0, 1.0))
         if not 0 <= float(np.median(around)) + sign * min(amount, 120.0) <= 255:
             sign = -sign
-        tint = np.ones(3) if self.ground.grey else self.rng.uniform(0.4, 1.3, 3)
+        tint = np.ones(3) if self.ground.grey else self.rng.uniform(0.6, 1.2, 3)
         return np.asarray(sign * amount * tint, dtype=np.float32)
 
 

@@ -87,7 +87,7 @@ def test_large_photographs_are_reduced_and_files_read(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [
-    Preprocessing((64, 64), roi=(600, 300, 50, 40)),
+    Preprocessing((64, 64), roi=(1240, 1100, 50, 40)),
     Preprocessing((60, 60), crop="input", crop_size=20),
 ])  # fmt: skip
 def test_defects_lie_in_what_the_detector_sees(how: Preprocessing) -> None:
