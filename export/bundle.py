@@ -33,11 +33,13 @@ from mdps.runtime.choice import installed
 from mdps.runtime.engines import DEFAULT, ENGINES, Engine, named
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendError, require
-from mdps.runtime.graphs import GUIDED, PLAIN, STEPS, GraphEntry, step_role
-from mdps.runtime.loading import open_graphs, open_pipeline
+from mdps.runtime.graphs import DDAD, GUIDED, PLAIN, STEPS, GraphEntry, step_role
+from mdps.runtime.loading import open_graphs
 from mdps.runtime.machine import versions
 from mdps.runtime.manifest import SCHEMA_VERSION, CheckpointEntry, FileEntry, Manifest, hash_files
 from mdps.runtime.memory import check_export
+from mdps.runtime.noise import NoiseBank
+from mdps.runtime.pipeline import Pipeline
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.reference import COMPARED, Compared, Reference, compared
 from mdps.runtime.reference import FILE_NAME as REFERENCE
@@ -199,7 +201,9 @@ def _proof(
             emulated_bundle(folder, manifest, emulated)
             folder, engines = emulated, ()
         bundle = Bundle(folder, manifest, manifest.settings)
-        pipeline, ours = open_pipeline(bundle, opened), open_graphs(bundle, opened).roles
+        opened_here, settings = open_graphs(bundle, opened), manifest.settings
+        pipeline = Pipeline(opened_here, manifest.schedule, settings, NoiseBank.of(settings.sampler, size))
+        ours = opened_here.roles
         graphs = {name: open_graphs(bundle, opened, engine=name).roles for name in engines[1:]}
         checks = check_parity(pipeline, denoiser, backbone, size, _variants(bundle, ours, graphs, opened), precision)
         reference = Reference.measured(ours, size, manifest.settings.mask, _first_steps(manifest))
@@ -235,7 +239,7 @@ def _first_steps(manifest: Manifest) -> dict[str, dict[str, float]]:
         its_own = (one for one in sampler.passes if step_role(one.guidance_scale) == role)
         one = next(its_own, sampler.first_pass)
         _, (step, *_) = plan_steps(manifest.schedule, sampler.time_index, one, sampler.eta_ddim)
-        scale = {"guidance_scale": one.guidance_scale} if role == GUIDED else {}
+        scale = {GUIDED: {"guidance_scale": one.guidance_scale}, DDAD: {"guidance_scale": 1.0}}.get(role, {})
         scalars[role] = {name: float(value) for name, value in step_scalars(step).items()} | scale
     return scalars
 
@@ -282,7 +286,7 @@ class _Writer:
     autograd: dict[str, int] = field(default_factory=dict)
 
     def steps(self, backend: str, forms: Mapping[str, Engine]) -> None:
-        """Write the step graphs the passes need in these of FORMS; a plain one always, where it shares its weights."""
+        """Write the step graphs the passes need in these of FORMS; the plain one and DDAD's in any case."""
         sampler = self.settings.sampler
         scales = [one.guidance_scale for one in sampler.passes]
         rules = StepRules(sampler.mask_rule, sampler.guidance_norm, sampler.gradient, self.denoiser.prediction)
@@ -293,17 +297,19 @@ class _Writer:
         weights = WeightStore(self.folder / "denoiser.weights")
         if backend == "traced" and any(scales):
             self._traced(network)
-        roles: dict[str, type[PlainStep]] = {}
+        made: dict[str, Callable[[StepDenoiser], PlainStep]] = {}
         if backend == "onnx" or not all(scales):
-            roles[PLAIN] = PlainStep
+            made[PLAIN] = lambda denoiser: PlainStep(denoiser, rules)
         if backend == "onnx" and any(scales):
-            roles[GUIDED] = GuidedStep
-            if sampler.gradient == "exact":
-                prepare(network, self.precision)
-        for role, step in roles.items():
+            made[GUIDED] = lambda denoiser: GuidedStep(denoiser, rules)
+        if backend == "onnx" and not (any(scales) and sampler.gradient == "ddad"):
+            made[DDAD] = lambda denoiser: GuidedStep(denoiser, replace(rules, gradient="ddad"))
+        if GUIDED in made and sampler.gradient == "exact":
+            prepare(network, self.precision)
+        for role, make in made.items():
             for engine in forms.values():
                 denoiser = StepDenoiser(network, self.denoiser.prediction, _NORMS[engine.norms])
-                self._record(role, engine, step(denoiser, rules), weights)
+                self._record(role, engine, make(denoiser), weights)
 
     def scoring(self, backbone: Backbone | None) -> None:
         """Write the features of the observation, and the score graph around the same features of the samples."""
@@ -375,10 +381,10 @@ class _Writer:
             "mask_noise": image.flip(-1, -2) if noised else None,
         }  # fmt: skip
         scalars = {"timestep": 99.0, "alpha_t": 0.6, "alpha_s": 0.7, "sigma_t": 0.1}
-        if role == GUIDED:
+        if role != PLAIN:
             scalars["guidance_scale"] = 1.0
         inputs |= {name: torch.tensor(value) for name, value in scalars.items()}
-        outputs = ["x_s", "eps", "guidance_gradient"] if role == GUIDED else ["x_s", "eps"]
+        outputs = ["x_s", "eps"] if role == PLAIN else ["x_s", "eps", "guidance_gradient"]
         self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights, engine)
 
     def _graph(self, module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: Any) -> onnx.ModelProto:

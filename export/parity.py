@@ -95,6 +95,8 @@ def check_parity(
     with torch.no_grad():
         for index, _ in enumerate(pipeline.settings.sampler.passes):
             _check_first_step(report, pipeline, eps, y, index)
+        if pipeline.graphs.ddad is not None:
+            _check_first_step(report, _by_ddad(pipeline, pipeline.graphs.ddad), eps, y, 0)
         _check_whole(report, pipeline, eps, backbone, y)
     allowed = {name: report.tolerances["variants"] for name, _, _ in variants}
     report.tolerances = allowed | dict(report.tolerances)
@@ -190,6 +192,14 @@ def _check_first_step(report: Report, pipeline: Pipeline, eps: oracles.Eps, y: A
             report.compare("guidance_gradient", state.guidance_gradient, gradient, floor=1e-12)
     if one.guidance_scale and state.step is not None:
         _check_gradient_moves(pipeline.graphs.step(one.guidance_scale), y, state.step)
+
+
+def _by_ddad(pipeline: Pipeline, step: Session) -> Pipeline:
+    """The first pass as a tuned sampler has it that the gradient "ddad" guides, at scale 1."""
+    sampler = pipeline.settings.sampler
+    sampler = replace(sampler, gradient="ddad", first_pass=replace(sampler.first_pass, guidance_scale=1.0))
+    settings = replace(pipeline.settings, sampler=sampler)
+    return replace(pipeline, settings=settings, graphs=replace(pipeline.graphs, guided=step))
 
 
 def _feeds(session: Session, y: Array, step: Step) -> dict[str, Array]:

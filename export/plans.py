@@ -11,7 +11,7 @@ import onnx
 from mdps.export.engine import OPTIONS, Builder, Profile
 from mdps.runtime.atomic import write_bytes
 from mdps.runtime.errors import require
-from mdps.runtime.graphs import SCORE, STEPS, GraphEntry
+from mdps.runtime.graphs import DDAD, SCORE, STEPS, GraphEntry
 from mdps.runtime.manifest import FileEntry, Manifest, PlanEntry
 
 Range = tuple[int, int, int]
@@ -20,7 +20,7 @@ Range = tuple[int, int, int]
 def add_plans(
     folder: Path, manifest: Manifest, builder: Builder, max_batch: int = 8, say: Callable[[str], None] = lambda _: None
 ) -> Manifest:
-    """Build a plan of every ONNX graph of the bundle in `folder`; return the manifest that lists them, not yet written.
+    """Build a plan of each ONNX graph of the bundle in `folder` but DDAD's; return the manifest with them, unwritten.
 
     `max_batch` is how many posterior samples a step takes at most, as in the runtime. Plans of the same key stay as
     they are, others of the same engine make way. Raises BackendError where one does not build.
@@ -29,7 +29,7 @@ def add_plans(
     old = {entry.key: entry for entry in manifest.plans}
     new = []
     for role, graph in manifest.graphs.items():
-        if graph.session == "ort":
+        if graph.session == "ort" and role != DDAD:
             wanted = _wanted(folder, manifest, builder, role, graph, max_batch)
             new.append(old.get(wanted.key) or _built(folder, builder, wanted, say))
     kept = [entry for entry in old.values() if entry.engine != builder.engine.name]

@@ -8,10 +8,9 @@ from mdps.runtime.errors import BackendError
 from mdps.runtime.records import Record
 
 T = TypeVar("T")
-GUIDED, PLAIN, FEATURES, SCORE = "guided_step", "plain_step", "features", "score"
-STEPS = (GUIDED, PLAIN)
-DDAD = "ddad_step"
-"""The guided step with DDAD's gradient, for a tuning's sampler in a bundle of another gradient."""
+GUIDED, PLAIN, FEATURES, SCORE, DDAD = "guided_step", "plain_step", "features", "score", "ddad_step"
+STEPS = (GUIDED, PLAIN, DDAD)
+"""The graphs of a step. DDAD is a guided one of the gradient "ddad", for tuned samplers: as published none runs it."""
 
 
 def step_role(guidance_scale: float) -> str:
@@ -39,22 +38,23 @@ class Graphs(Generic[T]):
     plain: T | None = None
     features: T | None = None
     score: T | None = None
+    ddad: T | None = None
 
     @classmethod
     def of(cls, roles: Mapping[str, T]) -> Self:
         """From the names of the bundle's graphs."""
-        return cls(*(roles.get(role) for role in (GUIDED, PLAIN, FEATURES, SCORE)))
+        return cls(*(roles.get(role) for role in (GUIDED, PLAIN, FEATURES, SCORE, DDAD)))
 
     @property
     def roles(self) -> dict[str, T]:
         """Those that are there, by the names of the bundle's graphs."""
-        named = {GUIDED: self.guided, PLAIN: self.plain, FEATURES: self.features, SCORE: self.score}
+        named = {GUIDED: self.guided, PLAIN: self.plain, FEATURES: self.features, SCORE: self.score, DDAD: self.ddad}
         return {role: one for role, one in named.items() if one is not None}
 
     @property
     def steps(self) -> list[T]:
         """The step graphs that are there, the guided one first."""
-        return [one for one in (self.guided, self.plain) if one is not None]
+        return [one for one in (self.guided, self.plain, self.ddad) if one is not None]
 
     def need(self, role: str) -> T:
         """The one of this role; BackendError where it was not loaded."""

@@ -129,10 +129,10 @@ class CheckpointEntry(Record):
 class Manifest(Record):
     """All a runtime must know of a bundle.
 
-    `graphs` maps a role (guided_step, plain_step, features, score) to its file; `calibrations` a product's name to its
-    calibration, `tunings` to its tuning; `files` each plain file name to its hash. `precision` is that of the step
-    graphs, `plans` are built from the graphs for engines of plans. `network`, `versions` and `parity` are records for
-    people and for the exporter, free of form.
+    `graphs` maps a role (guided_step, plain_step, ddad_step, features, score) to its file; `calibrations` a product's
+    name to its calibration, `tunings` to its tuning; `files` each plain file name to its hash. `precision` is that of
+    the step graphs, `plans` are built from the graphs for engines of plans. `network`, `versions` and `parity` are
+    records for people and for the exporter, free of form.
     """
 
     schema_version: int

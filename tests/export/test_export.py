@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.export import parity as parity_module
 from mdps.export.methods import PRESETS, preset
 from mdps.export.parity import ParityError
+from mdps.models.backbones import load_backbone
 from mdps.models.checkpoints import CheckpointOptions, load_denoiser
 from mdps.runtime import load
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.errors import UsageError
+from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.schedule import Step, plan_steps
 
@@ -33,8 +38,9 @@ def picture(seed: int = 0) -> np.ndarray:
 
 def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -> None:
     manifest = Manifest.read(tiny_bundle)
-    assert set(manifest.graphs) == {"guided_step", "plain_step", "features", "score"}
-    assert manifest.graphs["guided_step"].variants == {"openvino": "guided_step.openvino.onnx"}
+    assert set(manifest.graphs) == {"guided_step", "plain_step", "ddad_step", "features", "score"}
+    for step in ("guided_step", "plain_step", "ddad_step"):
+        assert manifest.graphs[step].variants == {"openvino": f"{step}.openvino.onnx"}
     assert set(manifest.files) == {p.name for p in tiny_bundle.iterdir()} - {"manifest.json"}
     assert manifest.checkpoint.name == small_checkpoint.name
     assert manifest.network["assumed"]["norm_groups"] == 32
@@ -43,6 +49,28 @@ def test_the_bundle_says_what_it_is(tiny_bundle: Path, small_checkpoint: Path) -
     assert set(checks) - {"openvino"} == set(parity_module.TOLERANCES) - {"mnn", "variants"}
     assert all(check["error"] <= check["tolerance"] for check in checks.values())
     assert manifest.parity["nodes"]["guided_step"]["Conv"] > manifest.parity["nodes"]["plain_step"]["Conv"]
+
+
+def test_ddads_step_is_checked_and_only_there_to_be_asked_for(
+    tiny_bundle: Path, small_denoiser: Any, tmp_path: Path
+) -> None:
+    bundle = Bundle.read(tiny_bundle)
+    backbone, settings = load_backbone("random_tiny", None, (1, 2, 3)), bundle.settings
+    with ExitStack() as opened:
+        pipeline = open_pipeline(bundle, opened)
+        assert "ddad_step" not in pipeline.engines
+        wrong = replace(pipeline, graphs=replace(pipeline.graphs, ddad=pipeline.graphs.guided))
+        parity_module.check_parity(pipeline, small_denoiser, backbone, (32, 32))
+        with pytest.raises(ParityError, match="guidance_gradient off by"):
+            parity_module.check_parity(wrong, small_denoiser, backbone, (32, 32))
+    compared = {entry["role"] for entry in bundle.manifest.parity["engines"]}
+    assert compared == set(json.loads((tiny_bundle / "reference.json").read_text())["outputs"]) >= {"ddad_step"}
+
+    older = Path(shutil.copytree(tiny_bundle, tmp_path / "older"))
+    graphs = {role: graph for role, graph in bundle.manifest.graphs.items() if role != "ddad_step"}
+    replace(bundle.manifest, graphs=graphs, settings=settings).write(older)
+    with load(older, calibrated=False) as old, load(tiny_bundle, calibrated=False) as new:
+        assert old(picture()).score == new(picture()).score
 
 
 def test_graphs_name_their_ends(tiny_bundle: Path) -> None:

@@ -1,5 +1,6 @@
 """The other detectors as settings of the one sampler: against diffusers' schedulers, and exported through the gate."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +21,12 @@ from mdps.models.backbones import load_backbone
 from mdps.models.checkpoints import CheckpointOptions
 from mdps.models.oracle_setup import eps_of, features_of, oracle_of
 from mdps.runtime import load
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.engines import named
 from mdps.runtime.errors import UsageError
-from mdps.runtime.graphs import Graphs
+from mdps.runtime.graphs import DDAD, Graphs
+from mdps.runtime.loading import open_graphs
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, JUMP, KNOWN, NoiseBank
 from mdps.runtime.sampler import posterior_sampling
@@ -306,6 +309,7 @@ def test_each_method_is_exported_judges_and_repeats(exported: Path) -> None:
     assert manifest.settings.mode == exported.name
     assert {"plain_step", "score"} <= set(manifest.graphs)
     assert ("guided_step" in manifest.graphs) == (exported.name in ("ddad", "diffusionad"))
+    assert ("ddad_step" in manifest.graphs) == ("guided_step" not in manifest.graphs)
     assert ("features" in manifest.graphs) == (exported.name not in ("anoddpm", "noise-error"))
     with load(exported, calibrated=False) as detector:
         one, two = detector(picture(1)), detector.batch([picture(2), picture(1)])[1]
@@ -331,6 +335,37 @@ def test_each_method_gives_the_same_on_every_engine_as_in_torch(
     wanted_map, wanted_score = in_torch(manifest, small_denoiser, torch.from_numpy(found.observation[None]))
     assert found.score == pytest.approx(wanted_score, rel=1e-3)
     np.testing.assert_allclose(found.anomaly_map, wanted_map, atol=2e-3 * wanted_map.max())
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "mnn"])
+def test_ddads_step_of_any_bundle_is_its_publications_update(exported: Path, engine: str, small_network: Any) -> None:
+    """On every engine, under half a mask, with the network in torch."""
+    pytest.importorskip("MNN" if engine == "mnn" else engine)
+    bundle = Bundle.read(exported)
+    if DDAD not in bundle.manifest.graphs or not bundle.manifest.serves(named(engine)):
+        pytest.skip("no such step, or no files of this engine's own")
+    x, y, z = (
+        torch.from_numpy(np.random.default_rng(seed).normal(size=(2, 3, 32, 32)).astype(np.float32))
+        for seed in range(3)
+    )
+    mask, a, b, sigma, w = torch.zeros(2, 1, 32, 32), 0.6, 0.7, 0.1, 4.0
+    mask[..., :16] = 1
+    scalars = {"timestep": 99.0, "alpha_t": a, "alpha_s": b, "sigma_t": sigma, "guidance_scale": w}
+    feeds = {"x_t": x, "observation": y, "mask": mask, "noise": z} | {k: torch.tensor(v) for k, v in scalars.items()}
+    feeds["mask_noise"] = torch.zeros_like(z)
+    with ExitStack() as opened:
+        session = open_graphs(bundle, opened, engine=engine).need(DDAD)
+        found = session.run({name: feeds[name].numpy() for name in session.inputs})
+    if bundle.settings.sampler.mask_rule != "blend":
+        x = mask * x + (1 - mask) * a**0.5 * y
+    with torch.no_grad():
+        eps = small_network(x, torch.tensor(99.0))[:, :3]
+    conditioned = eps - w * (1 - a) ** 0.5 * (a**0.5 * y + (1 - a) ** 0.5 * eps - x)
+    if bundle.settings.sampler.mask_rule == "blend":
+        conditioned = mask * conditioned + (1 - mask) * (x - a**0.5 * y) / (1 - a) ** 0.5
+    x0 = (x - (1 - a) ** 0.5 * conditioned) / a**0.5
+    wanted = b**0.5 * x0 + (1 - b - sigma**2) ** 0.5 * conditioned + sigma * z
+    np.testing.assert_allclose(found["x_s"], wanted, atol=1e-3 * float(wanted.abs().max()))
 
 
 def in_torch(manifest: Manifest, denoiser: Any, y: Tensor) -> tuple[np.ndarray, float]:

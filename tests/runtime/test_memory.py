@@ -50,7 +50,7 @@ def live_bytes(path, batch):
     return most
 
 
-@pytest.mark.parametrize("role", ["guided_step", "plain_step"])
+@pytest.mark.parametrize("role", ["guided_step", "plain_step", "ddad_step"])
 def test_the_estimate_covers_what_lives_at_once_in_the_real_graphs(tiny_bundle, role):
     manifest = Manifest.read(tiny_bundle)
     for samples in (1, 4):

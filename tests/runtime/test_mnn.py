@@ -82,7 +82,8 @@ def test_onnxruntime_runs_what_mnn_has_no_file_of(detectors: tuple[Detector, Det
 def test_the_export_says_what_it_wrote_and_how_far_it_is_off(bundle: Path) -> None:
     manifest = Manifest.read(bundle)
     assert {role: graph.variants.get("mnn") for role, graph in manifest.graphs.items()} == {
-        "plain_step": "plain_step.mnn", "guided_step": "guided_step.mnn", "features": None, "score": None,
+        "plain_step": "plain_step.mnn", "guided_step": "guided_step.mnn", "ddad_step": "ddad_step.mnn",
+        "features": None, "score": None,
     }  # fmt: skip
     assert {"guided_step.mnn", "guided_step.mnn" + WEIGHTS} <= set(manifest.files)
     assert 0 < manifest.parity["checks"]["mnn"]["error"] < 1e-4
