@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mdps.runtime.errors import require
-from mdps.runtime.graphs import STEPS, GraphEntry
+from mdps.runtime.graphs import DDAD, GUIDED, STEPS, GraphEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.settings import SamplerSettings, Settings
@@ -107,4 +107,6 @@ class Tuning(Record):
     def roles(self, published: Settings) -> tuple[str, ...]:
         """Return the graphs of the bundle that it runs, those of a cascade included."""
         again = published.roles if self.cascade else ()
-        return tuple(dict.fromkeys((*self.few_roles(published), *again)))
+        other = self.settings(published).sampler.gradient != published.sampler.gradient
+        few = (DDAD if role == GUIDED and other else role for role in self.few_roles(published))
+        return tuple(dict.fromkeys((*few, *again)))

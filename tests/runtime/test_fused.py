@@ -362,6 +362,8 @@ def test_the_gradient_of_ddad_runs_its_own_step_graph(tmp_path):
     sampler = replace(tuning.sampler, gradient="ddad", first_pass=PassSettings(150, 3.0, steps=2))
     manifest = replace(manifest, tunings={"default": replace(tuning, sampler=sampler)})
     manifest.write(folder)
+    roles = manifest.tunings["default"].roles(manifest.settings)  # whose memory is asked for
+    assert {"ddad_step", "guided_step"} & {*roles} == {"ddad_step"}
     with pytest.raises(BundleError, match="names no graph 'ddad_step'"):
         load(folder, calibrated=False)
     tiny.step_graph(folder / "ddad_step.onnx", True)
