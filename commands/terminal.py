@@ -29,6 +29,8 @@ _DISKS = {
 }
 
 
+BEFORE = {"--backend": "--engine", "--provider": "--engine"}
+"""Options of earlier versions and their successors, for whoever still types them."""
 _ALLOCATION = re.compile(r"bad_alloc|can't allocate memory|not enough memory|out of memory|start new thread", re.I)
 _NO_MEMORY = (
     "the memory that this process may take is used up: lower --samples, --batch, --max-batch or --image-size, choose "
@@ -107,6 +109,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         _flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and (after := BEFORE.get(error.option_name)):
+            error = click.UsageError(f"No such option '{error.option_name}': it is {after} now.", error.ctx)
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):

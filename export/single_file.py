@@ -44,10 +44,10 @@ def export_single_file(
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
+    _refuse(bundle, Manifest.read(bundle, verify=False))
     require(
         not out.is_dir() and out.parent.is_dir(), f"{out} cannot be written: give the name of a file, such as x.onnx"
     )
-    _refuse(bundle, Manifest.read(bundle, verify=False))
     with (
         load(bundle, product=product, warm_up=False, force=True) as detector,
         TemporaryDirectory(prefix=".mdps-tmp-", dir=out.parent) as folder,

@@ -24,6 +24,8 @@ class CalibrationError(UsageError):
 class ImageError(MdpsError):
     """An image that cannot be read, or is not what the detector takes."""
 
+    exit_code = 3
+
 
 class BackendError(MdpsError):
     """The engine library is missing, refuses a graph or provider, or computed something that is no number."""

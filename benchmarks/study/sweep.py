@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mdps.benchmarks.kit import Fields, Say, figure_png, quiet, table, write_report
 from mdps.benchmarks.options import SweepOptions
 from mdps.benchmarks.study import Bundles
-from mdps.benchmarks.study.terms import Scoring, TermStore, TestSet, load_test_set, masks, scores
+from mdps.benchmarks.study.terms import Scoring, TermStore, TestSet, category_of, load_test_set, masks, scores
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import Settings, paper_settings
@@ -94,6 +94,8 @@ def run_sweep(
     say: Say = quiet,
 ) -> Sweep:
     """Sweeps, confirms on `second` (data set, checkpoint) if given, and writes sweep.json, .md and .png into `out`."""
+    if second is not None:
+        category_of(second[0], None)  # what is wrong with it is said now, not after the hours of the first
     found = sweep(ckpt, dataset, out, options, say)
     _write(found, out)
     if second is not None:
@@ -146,13 +148,12 @@ class Bench:
     @classmethod
     def open(cls, ckpt: Path, dataset: Path, out: Path, options: SweepOptions, say: Say) -> "Bench":
         """Exports where needed and reads the images; raises as `sweep`."""
-        bundles = Bundles(out / "bundles", options.choices, say)
-        name = options.category or dataset.name
-        bundle = bundles.get(ckpt, name, PLAIN_TERMS)
+        category = category_of(dataset, options.category)
+        bundle = Bundles(out / "bundles", options.choices, say).get(ckpt, category.name, PLAIN_TERMS)
         manifest = Manifest.read(bundle)
         if manifest.settings.score.pixel != "l1" or manifest.settings.mask.range != "per-image":
             raise UsageError("a sweep tries the paper's terms and masks: leave out the preset and the mask range")
-        data = load_test_set(dataset, options.category, manifest.preprocessing, options.every, options.largest)
+        data = load_test_set(category, manifest.preprocessing, options.every, options.largest)
         store = TermStore(out / "terms", bundle, data, options.threads)
         return cls(data, store, options, manifest.settings, _provenance(manifest, data, options))
 

@@ -154,11 +154,8 @@ class TestSet:
         return pixels.auroc()
 
 
-def load_test_set(
-    dataset: Path, category: str | None, preprocessing: Preprocessing, every: int, largest: int | None
-) -> TestSet:
-    """Every n-th test image of the category; UsageError where there are several and none is named."""
-    found = _category(dataset, category)
+def load_test_set(found: Category, preprocessing: Preprocessing, every: int, largest: int | None) -> TestSet:
+    """Read every n-th test image of a category."""
     samples = found.test[::every]
     return TestSet(
         name=found.name,
@@ -178,7 +175,7 @@ def _truth(sample: Sample, preprocessing: Preprocessing, largest: int | None) ->
     return truth_in_box(whole, preprocessing.covered_box((whole.shape[1], whole.shape[0])), largest)
 
 
-def _category(dataset: Path, name: str | None) -> Category:
+def category_of(dataset: Path, name: str | None) -> Category:
     categories = find_categories(dataset)
     chosen = [category for category in categories if name in (None, category.name)]
     if len(chosen) == 1:

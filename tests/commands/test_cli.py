@@ -285,7 +285,7 @@ def test_a_bad_image_among_the_good_ones_is_not_left_out_silently(
     torn = [good / f"{index:02d}.png" for index in range(4, 11)]
     for path in torn:
         path.write_bytes(b"torn")
-    assert run(cli, ["calibrate", str(bundle), str(good)]) == 1
+    assert run(cli, ["calibrate", str(bundle), str(good)]) == 3
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("Error: 7 of 20 images cannot be read, and a calibration uses all of them or none: ")
     assert said.endswith("; and 2 more")
@@ -457,7 +457,7 @@ def raising(error: BaseException) -> click.Command:
     ("error", "code", "text"),
     [
         (MdpsError("the disk is full"), 1, "Error: the disk is full\n"),
-        (ImageError("a.png is torn"), 1, "Error: a.png is torn\n"),
+        (ImageError("a.png is torn"), 3, "Error: a.png is torn\n"),
         (BundleError("b is no bundle"), 2, "Error: b is no bundle\n"),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),

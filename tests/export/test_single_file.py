@@ -236,6 +236,11 @@ def test_the_resize_is_pillows(target: tuple[int, int]) -> None:
 # What is refused, and what is written
 
 
+def test_a_path_that_is_no_bundle_is_blamed_and_not_the_file_that_would_be_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gone is no bundle"):
+        export_single_file(tmp_path / "gone")
+
+
 def test_without_a_calibration_it_says_what_to_run(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=f"mdps calibrate {tiny_bundle} GOOD_FOLDER"):
         export_single_file(tiny_bundle, tmp_path / "x.onnx")

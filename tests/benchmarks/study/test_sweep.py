@@ -25,7 +25,7 @@ from mdps.benchmarks.study.sweep import (
     run_sweep,
     sweep,
 )
-from mdps.benchmarks.study.terms import Scoring, Terms, draw, load_test_set, masks, scores
+from mdps.benchmarks.study.terms import Scoring, Terms, category_of, draw, load_test_set, masks, scores
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import load
@@ -190,10 +190,20 @@ def test_several_categories_need_a_choice(make_category: Callable[..., Path], pl
     from mdps.runtime.preprocessing import Preprocessing
 
     with pytest.raises(UsageError, match="has a, b: name one with --category"):
-        load_test_set(root, None, Preprocessing(image_size=(32, 32)), 1, 256)
-    found = load_test_set(root, "b", Preprocessing(image_size=(32, 32)), 1, 256)
+        category_of(root, None)
+    found = load_test_set(category_of(root, "b"), Preprocessing(image_size=(32, 32)), 1, 256)
     assert found.observations.shape == (2, 3, 32, 32)
     assert found.labels.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_data_set_that_is_none_is_told_before_anything_is_exported(
+    second: bool, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    first, other = (dataset, tmp_path / "empty") if second else (tmp_path / "empty", dataset)
+    with pytest.raises(UsageError, match="empty"):
+        run_sweep(tmp_path / "gone.pt", first, tmp_path / "out", OPTIONS, (other, tmp_path / "gone.pt"))
 
 
 def test_a_preset_cannot_be_swept(dataset: Path, small_checkpoint: Path, tmp_path: Path) -> None:

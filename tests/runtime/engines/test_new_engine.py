@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
 from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import UsageError, choice, engines, load
 from mdps.runtime.bundle import LoadFields, LoadOptions
 from mdps.runtime.doctor import diagnose
@@ -110,9 +110,12 @@ def test_an_export_writes_for_the_engines_that_read_files_of_their_own() -> None
 
 
 @pytest.mark.parametrize("option", ["--backend", "--provider"])
-def test_the_options_before_are_gone(option: str) -> None:
-    found = CliRunner().invoke(cli, ["predict", "bundle", "x.png", "--out", "out", option, "openvino"])
-    assert "No such option" in found.output
+def test_the_options_before_are_gone_and_lead_to_what_came_after(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, ["predict", "bundle", "x.png", "--out", "out", option, "openvino"]) == 2
+    said = capsys.readouterr().err
+    assert f"No such option '{option}': it is --engine now." in said
 
 
 def test_rows_differ_and_name_modules_that_are_there() -> None:
