@@ -19,12 +19,15 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
 from mdps.export.merge import Merger
 from mdps.export.tracer import IR_VERSION, OPSET
+from mdps.runtime.bundle import Bundle
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.detector import Detector
+from mdps.runtime.graphs import FEATURES, GUIDED, PLAIN, SCORE
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import INITIAL, NoiseBank
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import Step, plan_steps
+from mdps.runtime.tuning import FUSION, PHOTOGRAPH, Tuning
 
 PRECISION_BITS = 22  # of Pillow's fixed-point coefficients for 8-bit pictures
 
@@ -37,7 +40,8 @@ def compose(bundle: Path, detector: Detector) -> ModelProto:
     """
     assert detector.calibration is not None
     add = Merger()
-    outputs = _Composer(bundle, detector.manifest, detector.calibration, add).outputs("image")
+    loaded = Bundle(bundle, detector.manifest, detector.settings, detector.tuning)
+    outputs = _Composer(loaded, detector.calibration, add).outputs("image")
     shapes: tuple[list[int], ...] = ([*detector.preprocessing.network_size], [], [], [])
     types = (TensorProto.FLOAT, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.FLOAT)
     graph = helper.make_graph(
@@ -74,30 +78,68 @@ class _Plan:
 class _Composer:
     """Writes the method as nodes: what `runtime.detector`, `pipeline` and `sampler` do, in the same order."""
 
-    bundle: Path
-    manifest: Manifest
+    bundle: Bundle
     calibration: Calibration
     add: Merger
     _graphs: dict[str, GraphProto] = field(default_factory=dict)
 
     def outputs(self, image: str) -> tuple[str, str, str, str]:
         """Return the names of anomaly_map, anomaly_score, verdict, threshold for a uint8 picture [H, W, 3]."""
-        height, width = self.manifest.preprocessing.network_size
         y = observation(self.add, image, self.manifest.preprocessing)
-        features = self._features(y)
-        mask = self.add.constant(np.ones((1, 1, height, width), dtype=np.float32))
-        anomaly_map, score = mask, self.add.constant(np.zeros(1, dtype=np.float32))  # of the right shapes
-        plans, found = self._plans(), [mask, anomaly_map, score]
-        if any(plan.by_samples for plan in plans):
+        if self.bundle.tuning is None:
+            _, anomaly_map, score, *_ = self._reconstructed(y)
+        else:
+            anomaly_map, score = self._fused(self.bundle.tuning, image, y)
+        size = self.add.shape(*self.manifest.preprocessing.network_size)
+        flat = self.add("Reshape", anomaly_map, size, name="anomaly_map")
+        return (flat, *self._verdict(flat, score))
+
+    @property
+    def manifest(self) -> Manifest:
+        """The bundle's."""
+        return self.bundle.manifest
+
+    def _fused(self, tuning: Tuning, image: str, y: str) -> tuple[str, str]:
+        """Return map and score of a tuned detector, as `runtime.fused` finds them."""
+        add, files = self.add, {role: graph.file for role, graph in tuning.graphs.items()}
+        feeds, maps = {"observation": y}, {}
+        if tuning.photograph is not None:
+            features = self._graph(files[PHOTOGRAPH])
+            view = observation(add, image, tuning.photograph)
+            feeds |= add.splice(features, {"photograph": view}, [output.name for output in features.output])
+        if tuning.sampler is not None:
+            samples, maps = self._few(tuning, y)
+            feeds["posterior_samples"] = add("Unsqueeze", samples, add.shape(0))
+        for name in files.keys() - {PHOTOGRAPH, FUSION}:
+            maps[name] = add.splice(self._graph(files[name]), feeds, ["map"])["map"]
+        found = add.splice(self._graph(files[FUSION]), maps, ["anomaly_map", "anomaly_score"])
+        return found["anomaly_map"], found["anomaly_score"]
+
+    def _few(self, tuning: Tuning, y: str) -> tuple[str, dict[str, str]]:
+        """Return the samples of a tuning's reconstruction, and the maps of the terms that are its own."""
+        if not tuning.scores:
+            numbers = _Numbers(self.add, self.bundle, self._plans())
+            return self._sample(self.add, numbers, self.add.scalar(0, np.int64), y, (y, self._ones)), {}
+        _, anomaly_map, _, samples = self._reconstructed(y, samples=True)
+        return samples, {term.name: anomaly_map for term in tuning.terms if term.kind == "map"}
+
+    def _reconstructed(self, y: str, *, samples: bool = False) -> list[str]:
+        """Run all passes and return the mask, the map and the score of the last, and its samples if asked for."""
+        plans, features = self._plans(), self._features(y)
+        found = [self._ones, self._ones, self.add.constant(np.zeros(1, dtype=np.float32))]  # of the right shapes
+        if samples or any(plan.by_samples for plan in plans):
             found.append(y)  # in the place of the samples before the first pass, which reads none
         for _, alike in groupby(plans, lambda plan: plan.kind):
             found = self._passes(list(alike), y, features, found)
-        _, anomaly_map, score, *_ = found
-        flat = self.add("Reshape", anomaly_map, self.add.shape(height, width), name="anomaly_map")
-        return (flat, *self._verdict(flat, score))
+        return found
+
+    @property
+    def _ones(self) -> str:
+        """The mask of a first pass."""
+        return self.add.constant(np.ones((1, 1, *self.manifest.preprocessing.network_size), dtype=np.float32))
 
     def _plans(self) -> list[_Plan]:
-        schedule, sampler = self.manifest.schedule, self.manifest.settings.sampler
+        schedule, sampler = self.manifest.schedule, self.bundle.settings.sampler
         plans = []
         for index, one in enumerate(sampler.passes):
             alpha_first, steps = plan_steps(schedule, sampler.time_index, one, sampler.eta_ddim)
@@ -105,15 +147,14 @@ class _Composer:
         return plans
 
     def _features(self, y: str) -> dict[str, str]:
-        if not self.manifest.settings.score.stages:
+        if not self.bundle.settings.score.stages:
             return {}
-        graph = self._graph("features")
+        graph = self._graph_of(FEATURES)
         return self.add.splice(graph, {"image": y}, [output.name for output in graph.output])
 
     def _passes(self, plans: Sequence[_Plan], y: str, features: dict[str, str], carried: list[str]) -> list[str]:
         """Run passes of one kind, each under the mask of the one before; mask, map, score, and samples if carried."""
-        numbers = _Numbers(self.add, self.manifest, plans)
-        ones = self.add.constant(np.ones((1, 1, *self.manifest.preprocessing.network_size), dtype=np.float32))
+        numbers, ones = _Numbers(self.add, self.bundle, plans), self._ones
 
         def write(body: Merger, index: str, current: list[str]) -> list[str]:
             mask, _, _, *before = current
@@ -127,7 +168,7 @@ class _Composer:
 
     def _sample(self, add: Merger, numbers: "_Numbers", pass_index: str, y: str, guide: tuple[str, str]) -> str:
         """Run Algorithm 1 from y, guided by an image under a mask; float32 [N_s, 3, H, W]."""
-        graph = self._graph("guided_step" if numbers.guided else "plain_step")
+        graph = self._graph_of(GUIDED if numbers.guided else PLAIN)
         start, z = numbers.of_pass(add, "start", pass_index), numbers.of_pass(add, "z", pass_index)
         x_first = add("Add", add("Mul", y, numbers.of_pass(add, "signal", pass_index)), start)
         offset = numbers.of_pass(add, "offset", pass_index)
@@ -140,7 +181,7 @@ class _Composer:
         return add.loop(numbers.of_pass(add, "count", pass_index), [x_first], write, own_constants=True)[0]
 
     def _score(self, add: Merger, x: str, y: str, features: dict[str, str]) -> dict[str, str]:
-        mask = self.manifest.settings.mask
+        mask = self.bundle.settings.mask
         scalars = {
             "mask_lambda": mask.mask_lambda,
             "mask_low": self.calibration.mask_low,
@@ -150,7 +191,7 @@ class _Composer:
         by_image = add("Unsqueeze", x, add.shape(0))
         feeds = {"posterior_samples": by_image, "observation": y, **features}
         feeds |= {name: add.scalar(value, np.float32) for name, value in scalars.items()}
-        return add.splice(self._graph("score"), feeds, ["anomaly_map", "anomaly_score", "mask"])
+        return add.splice(self._graph_of(SCORE), feeds, ["anomaly_map", "anomaly_score", "mask"])
 
     def _verdict(self, anomaly_map: str, score: str) -> tuple[str, str, str]:
         """Return (anomaly_score, verdict, threshold); a map that is not finite gives NaN and a fail."""
@@ -163,18 +204,21 @@ class _Composer:
         verdict = add("Not", add("LessOrEqual", score, threshold), name="verdict")
         return score, verdict, threshold
 
-    def _graph(self, role: str) -> GraphProto:
-        if role not in self._graphs:
-            self._graphs[role] = onnx.load(self.bundle / self.manifest.graphs[role].file).graph
-        return self._graphs[role]
+    def _graph_of(self, role: str) -> GraphProto:
+        return self._graph(self.manifest.graph(self.bundle.role_of_file(role), self.bundle.path).file)
+
+    def _graph(self, file: str) -> GraphProto:
+        if file not in self._graphs:
+            self._graphs[file] = onnx.load(self.bundle.path / file).graph
+        return self._graphs[file]
 
 
 class _Numbers:
     """Scalars and noises of some passes as stacked constants, and the nodes that pick those of one pass or step."""
 
-    def __init__(self, add: Merger, manifest: Manifest, plans: Sequence[_Plan]) -> None:
-        sampler = manifest.settings.sampler
-        bank = NoiseBank.of(sampler, manifest.preprocessing.network_size)
+    def __init__(self, add: Merger, bundle: Bundle, plans: Sequence[_Plan]) -> None:
+        sampler = bundle.settings.sampler
+        bank = NoiseBank.of(sampler, bundle.manifest.preprocessing.network_size)
         self.guided = plans[0].guidance_scale > 0
         z = [bank.draw(plan.index, INITIAL, sampler.samples) for plan in plans]
         counts = [len(plan.steps) for plan in plans]

@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from mdps.export.detector_graph import compose
 from mdps.runtime.atomic import write_bytes
+from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.calibration import CalibrationWarning
 from mdps.runtime.detector import Detector
 from mdps.runtime.engines.interface import open_session
@@ -40,11 +41,11 @@ def export_single_file(
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
     does, to the TOLERANCES. Warns where the calibration found that the bundle sees no defects. Raises CalibrationError
     without a calibration of `product`, UsageError for a bundle that is traced, in bf16, beyond 2 GB, stitches
-    (AutoDDPM) or has an early exit, BackendError where file and bundle disagree; then nothing is written.
+    (AutoDDPM) or has an early exit or a cascade, BackendError where file and bundle disagree; then nothing is written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
-    _refuse(bundle, Manifest.read(bundle, verify=False))
+    _refuse(Bundle.of(bundle, Manifest.read(bundle, verify=False), LoadOptions(product=product)))
     require(
         not out.is_dir() and out.parent.is_dir(), f"{out} cannot be written: give the name of a file, such as x.onnx"
     )
@@ -63,8 +64,13 @@ def export_single_file(
     return out
 
 
-def _refuse(bundle: Path, manifest: Manifest) -> None:
-    sampler = manifest.settings.sampler
+def _refuse(loaded: Bundle) -> None:
+    bundle, manifest, sampler = loaded.path, loaded.manifest, loaded.settings.sampler
+    require(
+        loaded.tuning is None or loaded.tuning.cascade is None,
+        f"{bundle} has the published method judge again what its tuned detector leaves in doubt (a cascade), which the "
+        "single file does not hold: deploy the bundle's folder, or tune it without",
+    )
     again = any(one.start == "stitched" or one.resamples > 1 for one in sampler.passes)
     require(
         not again and sampler.mask_rule != "inpaint",
@@ -142,8 +148,9 @@ def _put(written: Path, out: Path, bundle: Path) -> None:
         return
     manifest = Manifest.read(bundle, verify=False)
     others = {name: entry for name, entry in manifest.files.items() if name != out.name}
+    graphs = [manifest.graphs, *(tuning.graphs for tuning in manifest.tunings.values())]
     require(
-        all(graph.file != out.name for graph in manifest.graphs.values()),
+        all(graph.file != out.name for some in graphs for graph in some.values()),
         f"{out} is a graph of the bundle: choose another --out",
     )
     entry = FileEntry.of(written)

@@ -93,7 +93,7 @@ class Detector:
             "checkpoint": self.manifest.checkpoint.to_json(),
             "settings": self._settings.to_json(),
             "product": self.product,
-            "tuned": self.tuned,
+            "tuned": self.tuned or None,
             "calibration": self.calibration.to_json() if self.calibration else None,
             "doubt": self.doubt or None,
             "versions": dict(self.manifest.versions),

@@ -163,13 +163,14 @@ def _legend(threshold: float | None) -> str:
     return (
         f"<p>{decides}</p><p>Each picture, from the left:</p><ol>"
         "<li>the image, as the network sees it;</li>"
-        "<li>the reconstruction: the part as it would be if it were good (nothing but noise: a network that was not "
-        "trained, or not on such images);</li>"
+        "<li>the reconstruction, unless the detector makes none: the part as it would be if it were good (nothing but "
+        "noise: a network that was not trained, or not on such images);</li>"
         "<li>the anomaly map as heat over the darkened image: black is none, then red, yellow, and white the most. "
         f"{scale}"
         "</li>"
-        "<li>the image with the mask's contour in green: what the second pass was free to repaint. It decides nothing: "
-        "a pass may carry contours too.</li></ol>"
+        "<li>the image with the mask's contour in green: what the second pass was free to repaint, or of a tuned "
+        "detector where the map exceeds nearly all of good parts. It decides nothing: a pass may carry contours "
+        "too.</li></ol>"
     )
 
 

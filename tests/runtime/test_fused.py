@@ -1,143 +1,34 @@
 """A tuned detector on a real bundle of tiny graphs, held against numpy on the raw maps of its terms."""
 
-import importlib.util
-import sys
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import test_detector as tiny
 from PIL import Image
+from tuned_bundle import (
+    SIDE,
+    SIZE,
+    TERMS,
+    band,
+    calibrated,
+    fusion_graph,
+    pictures,
+    quietly,
+    residual_graph,
+    tuned_bundle,
+)
 
-from mdps.runtime import BundleError, CalibrationError, ImageError, LoadOptions, UsageError, calibrate, load
+from mdps.runtime import BundleError, CalibrationError, ImageError, LoadOptions, UsageError, load
 from mdps.runtime.bundle import Bundle
 from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.loading import open_detector
 from mdps.runtime.manifest import Manifest, hash_files
 from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.settings import PassSettings
-from mdps.runtime.tuning import Cascade, Term, Tuning
+from mdps.runtime.tuning import Cascade
 
-spec = importlib.util.spec_from_file_location("tiny_detector", Path(__file__).with_name("test_detector.py"))
-tiny = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = tiny
-spec.loader.exec_module(tiny)
-
-SIZE, SIDE = tiny.SIZE, 12
-TERMS = (
-    Term("map", "map", "reconstruction", 0.1, 0.5, 0.5),
-    Term("pixels", "pixels", "reconstruction", 0.0, 2.0, 0.25),
-    Term("position", "position", "photograph", -0.2, 0.7, 0.25),
-    Term("residual", "shared", "residual", -1.0, 3.0, 1.0),
-)
 pytestmark = pytest.mark.filterwarnings("ignore::mdps.runtime.errors.BackendWarning")
-
-
-def photograph_graph(path):
-    """Features: the photograph pooled to 6 x 6, and to 3 x 3."""
-    nodes = [
-        ("AveragePool", ["photograph"], f"photograph_features_{k}", {"kernel_shape": [s, s], "strides": [s, s]})
-        for k, s in ((1, 2), (2, 4))
-    ]
-    shapes = [(f"photograph_features_{k}", ("B", 3, SIDE // s, SIDE // s)) for k, s in ((1, 2), (2, 4))]
-    tiny.save(path, [("photograph", ("B", 3, SIDE, SIDE))], shapes, {}, nodes)
-
-
-SAMPLES = ("posterior_samples", ("B", "S", 3, SIZE, SIZE))
-OBSERVATION = ("observation", ("B", 3, SIZE, SIZE))
-
-
-def pixels_graph(path):
-    """The mean over samples and channels of |y - x|."""
-    nodes = [
-        ("Unsqueeze", ["observation", "one"], "y", {}),
-        ("Sub", [SAMPLES[0], "y"], "r", {}),
-        ("Abs", ["r"], "a", {}),
-        ("ReduceMean", ["a", "axes"], "m", {"keepdims": 0}),
-        ("Unsqueeze", ["m", "one"], "map", {}),
-    ]
-    outputs = [("map", ("B", 1, SIZE, SIZE))]
-    tiny.save(path, [OBSERVATION, SAMPLES], outputs, {"one": np.array([1]), "axes": np.array([1, 2])}, nodes)
-
-
-def residual_graph(path):
-    """The first channel of y minus the mean of its samples, at half the size."""
-    constants = {"one": np.array([1]), "begin": np.array([0]), "end": np.array([1])}
-    nodes = [
-        ("ReduceMean", [SAMPLES[0], "one"], "x", {"keepdims": 0}),
-        ("Sub", ["observation", "x"], "r", {}),
-        ("Slice", ["r", "begin", "end", "one"], "c", {}),
-        ("AveragePool", ["c"], "map", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-    ]
-    tiny.save(path, [OBSERVATION, SAMPLES], [("map", ("B", 1, SIZE // 2, SIZE // 2))], constants, nodes)
-
-
-def position_graph(path):
-    """The mean over channels of the second features: 3 x 3."""
-    nodes = [("ReduceMean", ["photograph_features_2", "one"], "map", {"keepdims": 1})]
-    inputs = [("photograph_features_2", ("B", 3, 3, 3))]
-    tiny.save(path, inputs, [("map", ("B", 1, 3, 3))], {"one": np.array([1])}, nodes)
-
-
-GRAPHS = {"pixels": pixels_graph, "position": position_graph, "residual": residual_graph}
-
-
-def fusion_graph(path, terms):
-    """Each map enlarged to the nearest pixel and scaled, their weighted sum, its largest pixel, where it exceeds 1."""
-    constants = {"axes": np.array([1, 2, 3]), "limit": np.float32(1)}
-    nodes, parts = [], []
-    for term in terms:
-        name, factor = term.name, term.weight / (term.high - term.low)
-        constants[f"{name}.low"], constants[f"{name}.factor"] = np.float32(term.low), np.float32(factor)
-        nodes += [
-            ("Resize", [name, "", "", f"{name}.size"], f"{name}.large", {"mode": "nearest"}),
-            ("Sub", [f"{name}.large", f"{name}.low"], f"{name}.above", {}),
-            ("Mul", [f"{name}.above", f"{name}.factor"], f"{name}.part", {}),
-        ]
-        constants[f"{name}.size"] = np.array([1, 1, SIZE, SIZE])
-        parts.append(f"{name}.part")
-    nodes += [
-        ("Sum", parts, "anomaly_map", {}),
-        ("ReduceMax", ["anomaly_map", "axes"], "anomaly_score", {"keepdims": 0}),
-        ("Greater", ["anomaly_map", "limit"], "over", {}),
-        ("Cast", ["over"], "mask", {"to": 1}),
-    ]
-    batch = ("B", 1, SIZE, SIZE)
-    outputs = [("anomaly_map", batch), ("anomaly_score", ("B",)), ("mask", batch)]
-    tiny.save(
-        path, [(term.name, ("B", 1, f"{term.name}.h", f"{term.name}.w")) for term in terms], outputs, constants, nodes
-    )
-
-
-def tuned_bundle(folder, terms=TERMS, cascade=None, settings=None, samples=2, without=()):
-    """The tiny bundle with a tuning whose sampler makes one plain pass of two steps."""
-    tiny.make_bundle(folder, settings, without=without)
-    names = {term.name for term in terms}
-    of_photograph = any(term.of == "photograph" for term in terms)
-    for name in names - {"map"}:
-        GRAPHS[name](folder / f"default.{name}.onnx")
-    if of_photograph:
-        photograph_graph(folder / "default.photograph.onnx")
-    fusion_graph(folder / "default.fusion.onnx", terms)
-    sampler = replace(
-        tiny.settings_of().sampler,
-        first_pass=PassSettings(150, 0.0, steps=2),
-        masked_pass=None,
-        samples=samples,
-        seed=5,
-    )
-    roles = [*sorted(names - {"map"}), "fusion", *(["photograph"] if of_photograph else [])]
-    tuning = Tuning(
-        sampler=sampler if any(term.of != "photograph" for term in terms) else None,
-        photograph=Preprocessing((SIDE, SIDE)) if of_photograph else None,
-        terms=terms,
-        graphs={role: GraphEntry(f"default.{role}.onnx") for role in roles},
-        cascade=cascade,
-    )
-    manifest = Manifest.read(folder, verify=False)
-    replace(manifest, files=hash_files(folder), tunings={"default": tuning}).write(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +39,6 @@ def bundle(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_photograph(tmp_path_factory):
     return tuned_bundle(tmp_path_factory.mktemp("photograph") / "b", TERMS[2:3])
-
-
-def pictures(count=4, size=(31, 47), seed=0):
-    """Of odd size and aspect, each at a level of its own."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 60, (*size, 3), dtype=np.uint8) + np.uint8(40 * (index % 4)) for index in range(count)]
 
 
 def with_terms(folder, detector, picture):
@@ -256,10 +141,6 @@ def test_the_published_method_is_still_there(bundle, tmp_path):
             np.testing.assert_array_equal(a.anomaly_map, b.anomaly_map)
 
 
-def band(folder, low, high):
-    return tuned_bundle(folder, TERMS[2:3], Cascade(low, high, 0.5, 1.5))
-
-
 def test_a_cascade_sends_exactly_its_band_to_the_published_method(of_photograph, tmp_path):
     images = pictures(8, seed=1)
     with load(of_photograph, calibrated=False) as alone:
@@ -297,19 +178,6 @@ def test_a_cascade_of_a_frozen_range_is_calibrated_with_it(tmp_path):
     with load(folder, calibrated=False, tuned=False) as published:
         maps = published.first_maps(published.observe(pictures(6)))
     assert calibration.mask_range == (maps.min(), maps.max())
-
-
-def quietly(detector, images, rate=0.1):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return calibrate(detector, images, false_alarm_rate=rate)
-
-
-def calibrated(folder, **options):
-    with load(folder, calibrated=False, **options) as detector:
-        calibration = quietly(detector, pictures(20))
-    Manifest.read(folder).with_calibration("default", calibration).write(folder)
-    return calibration
 
 
 def test_a_calibration_is_of_one_tuning(tmp_path):
@@ -407,3 +275,24 @@ def test_a_roi_and_any_kind_of_picture_reach_both_views(tmp_path):
     with load(folder, calibrated=False) as detector:
         x, y, width, height = roi
         assert detector(np.ascontiguousarray(picture[y : y + height, x : x + width])).score == pytest.approx(cut.score)
+
+
+def test_the_one_file_says_what_the_tuned_bundle_says(tmp_path):
+    """With and without the score graph, of odd pictures; a cascade is refused."""
+    onnxruntime, names = pytest.importorskip("onnxruntime"), ("map", "score", "verdict", "threshold")
+    from mdps.export.single_file import export_single_file
+
+    for name, terms in {"all": TERMS, "samples": TERMS[1:2], "photograph": TERMS[2:3]}.items():
+        folder = tuned_bundle(tmp_path / name, terms)
+        threshold = calibrated(folder).threshold
+        session = onnxruntime.InferenceSession(export_single_file(folder, tmp_path / f"{name}.onnx"))
+        with load(folder) as detector:
+            for picture in pictures():
+                result = detector(picture)
+                found = dict(zip(names, session.run(None, {"image": picture}), strict=True))
+                np.testing.assert_allclose(found["map"], result.anomaly_map, atol=1e-5)
+                assert found["score"] == pytest.approx(result.score, abs=1e-5)
+                assert found["verdict"] == (result.verdict == "fail")
+                assert found["threshold"] == pytest.approx(threshold)
+    with pytest.raises(UsageError, match=r"cascade.*single file does not hold"):
+        export_single_file(band(tmp_path / "cascade", 0.1, 0.2), tmp_path / "cascade.onnx")
