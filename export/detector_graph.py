@@ -102,7 +102,7 @@ class _Composer:
     def _fused(self, tuning: Tuning, image: str, y: str) -> tuple[str, str]:
         """Return map and score of a tuned detector, as `runtime.fused` finds them."""
         add, files = self.add, {role: graph.file for role, graph in tuning.graphs.items()}
-        feeds, maps = {"observation": y}, {}
+        feeds, maps = {"observation": y}, dict[str, str]()
         if tuning.photograph is not None:
             features = self._graph(files[PHOTOGRAPH])
             view = observation(add, image, tuning.photograph)
