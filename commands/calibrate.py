@@ -27,6 +27,8 @@ Examples:
 def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, **options: Any) -> None:
     """Set the threshold and the map ranges from images of good parts, and store them in the bundle.
 
+    Then put defects of many kinds into these images, and say how many are found.
+
     Use images that took no part in training, and never those of a test. All of them are used or none: one that cannot
     be read ends the command, which names it and changes nothing.
     """
@@ -45,4 +47,5 @@ def calibrate(bundle: Path, good_folder: Path, false_alarm_rate: float, as_json:
         print_values(calibration.to_json(), as_json)
         return
     print_values(describe_calibration(calibration, before), as_json)
-    click.echo(next_predict(bundle, asked))
+    if not calibration.doubt:
+        click.echo(next_predict(bundle, asked))

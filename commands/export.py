@@ -58,8 +58,9 @@ def export(
     from mdps.serving.calibrate import calibrate_folder
 
     with spoken_warnings():
-        threshold = calibrate_folder(bundle, good, false_alarm_rate).threshold
-    click.echo(f"wrote {bundle}, threshold {threshold:.5g}; next: mdps predict {bundle} IMAGES --out results{engine}")
+        calibration = calibrate_folder(bundle, good, false_alarm_rate)
+    following = "" if calibration.doubt else f"; next: mdps predict {bundle} IMAGES --out results{engine}"
+    click.echo(f"wrote {bundle}, threshold {calibration.threshold:.5g}{following}")
     if one_file:
         write_single_file(bundle, None, "default")
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -167,12 +167,18 @@ def exit_limit(calibration: Calibration | None, share: float, name: str) -> floa
 
 
 def calibrate(
-    detector: Judge, images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8
+    detector: Judge,
+    images: Iterable[Picture],
+    *,
+    false_alarm_rate: float = 0.01,
+    batch: int = 8,
+    each: Callable[[Array], object] = lambda scores: None,
 ) -> Calibration:
     """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
 
     At most the share `false_alarm_rate`, in (0, 1), of further good parts is to fail; `batch` (1 or more) pictures are
-    judged at once. With a frozen mask range the range is measured first, over the first pass of all images.
+    judged at once, and `each` is given their scores. With a frozen mask range the range is measured first, over the
+    first pass of all images.
 
     Raises ImageError for an image that cannot be read, CalibrationError without images, UsageError for a rate outside
     (0, 1), BackendError where the engine fails or gives NaN; warns with CalibrationWarning where there are too few
@@ -190,6 +196,7 @@ def calibrate(
     for observations in _batches(detector, pictures, batch):
         found = detector.inspect(observations, mask_range=frozen, early_exit=False)
         scores.append(found.anomaly_score)
+        each(found.anomaly_score)
         first_scores.append(found.first_score)
         first.add(found.first_map)
         last.add(found.anomaly_map)

@@ -7,13 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from mdps.runtime import Calibration, LoadOptions, calibrate, load
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate, load
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import LoadFields
 from mdps.runtime.errors import ImageError
 from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.defects import KINDS
+from mdps.serving.fitness import measure
+
+FEWEST, MOST = 2, 16
+"""Defects of a kind: as many as take, all kinds together, no longer than the good images did, within these bounds."""
 
 
 def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
@@ -40,6 +49,8 @@ def calibrate_folder(
 ) -> Calibration:
     """Calibrate the product that is asked for on all images of a folder, and store the result in the manifest.
 
+    Its fitness too: defects are put into the same images. Warns where the detector does not see them.
+
     `options` and `fields` are those of `load`; a bundle's early exit and calibration play no part.
     That all files can be read and the manifest written is seen to before any of the computing.
 
@@ -59,8 +70,30 @@ def calibrate_folder(
     with load(bundle, asked) as detector:
         for sentence in odd_pictures(images, detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
-        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate)
+        calibration = _calibrated(detector, images, false_alarm_rate)
+    if calibration.doubt:
+        warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
     manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
     with writing(bundle / FILE_NAME):
         manifest.write(bundle)
     return calibration
+
+
+def _calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: float) -> Calibration:
+    """Return the calibration with its fitness, and show on a terminal how far it is."""
+    scores: list[float] = []
+    with tqdm(total=len(images), desc="good images", unit="image", disable=None) as bar:
+
+        def took(found: NDArray[np.float32]) -> None:
+            scores.extend(found.tolist())
+            bar.update(len(found))
+
+        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate, each=took)
+    detector.calibration = calibration  # its mask range is that under which defects are judged
+    per_kind = min(max(len(images) // len(KINDS), FEWEST), MOST)
+    with tqdm(total=per_kind * len(KINDS), desc="images with defects put in", unit="image", disable=None) as bar:
+        fitness = measure(
+            detector, calibration.threshold, images,
+            good_scores=scores, per_kind=per_kind, progress=lambda done, _: bar.update(done - bar.n),
+        )  # fmt: skip
+    return replace(calibration, fitness=fitness)
