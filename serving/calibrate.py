@@ -21,8 +21,7 @@ from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.defects import KINDS
 from mdps.serving.fitness import measure
 
-FEWEST, MOST = 2, 16
-"""Defects of a kind: as many as take, all kinds together, no longer than the good images did, within these bounds."""
+FEWEST, MOST = 2, 16  # defects of a kind
 
 
 def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
@@ -79,6 +78,11 @@ def calibrate_folder(
     return calibration
 
 
+def defects_a_kind(images: int) -> int:
+    """Return how many defects of a kind are shown: all kinds together take no longer than the good images did."""
+    return min(max(images // len(KINDS), FEWEST), MOST)
+
+
 def _calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: float) -> Calibration:
     """Return the calibration with its fitness, and show on a terminal how far it is."""
     scores: list[float] = []
@@ -87,10 +91,12 @@ def _calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: fl
         def took(found: NDArray[np.float32]) -> None:
             scores.extend(found.tolist())
             bar.update(len(found))
+            if bar.n == len(images):
+                bar.close()  # a warning should have a line of its own
 
         calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate, each=took)
     detector.calibration = calibration  # its mask range is that under which defects are judged
-    per_kind = min(max(len(images) // len(KINDS), FEWEST), MOST)
+    per_kind = defects_a_kind(len(images))
     with tqdm(total=per_kind * len(KINDS), desc="images with defects put in", unit="image", disable=None) as bar:
         fitness = measure(
             detector, calibration.threshold, images,

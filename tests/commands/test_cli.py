@@ -227,7 +227,9 @@ def test_calibrate_then_predict_fails_as_many_good_parts_as_it_said(
     assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1", "--json"]) == 0
     calibration = json.loads(capsys.readouterr().out)
     assert calibration["images"] == 20
-    assert run(cli, refused) == 0
+    assert run(cli, refused) == 2
+    assert "does not see defects on these parts" in capsys.readouterr().err  # a random network
+    assert run(cli, [*refused, "--force"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["threshold"] for row in rows} == {calibration["threshold"]}
     assert sum(row["verdict"] == "fail" for row in rows) == 1  # the 19th of 20 scores is the threshold
@@ -242,26 +244,30 @@ def test_what_is_wrong_with_a_calibration_is_said_in_a_line_each(
     shutil.copytree(tiny_bundle, bundle)
     assert run(cli, ["calibrate", str(bundle), str(good)]) == 0
     streams = capsys.readouterr()
-    few, untrained = streams.err.splitlines()
+    few, untrained, blind = streams.err.splitlines()  # and no progress, for this is no terminal
     assert few.startswith("Warning: 20 good images can promise")
     assert untrained.startswith("Warning: the denoiser does not know these parts")
-    threshold, count, rate, following = streams.out.splitlines()
+    assert blind.startswith("Warning: this detector does not see defects on these parts: it finds ")
+    threshold, count, rate, heading, *found = streams.out.splitlines()
     assert threshold.startswith("threshold: ")
     assert "replaces" not in threshold
     assert count == "calibrated on: 20 good images"
     assert rate.startswith("false alarms: at most 4.76 % of further good parts, which so few images can promise; 1 % ")
-    assert following == f"next: mdps predict {bundle} IMAGES --out results"
+    assert heading == "found of defects put into good images:"
+    fitness = Manifest.read(bundle).calibrations["default"].fitness
+    assert fitness is not None
+    assert found == [f"  {name}: {words}" for name, words in fitness.summary.items()]
+    assert {kind.shown for kind in fitness.kinds.values()} == {2}
 
     before = Manifest.read(bundle).calibrations["default"].threshold
     for extra in sorted(good.iterdir())[1:]:
         extra.unlink()
     command = ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.5", "--samples", "1"]
     assert run(cli, command) == 0
-    threshold, count, rate, following = capsys.readouterr().out.splitlines()
+    threshold, count, rate, *_ = capsys.readouterr().out.splitlines()
     assert threshold.endswith(f" (replaces {before:.5g}, of 20 good images)")
     assert count == "calibrated on: 1 good image"
     assert rate == "false alarms: at most 50 % of further good parts"
-    assert following == f"next: mdps predict {bundle} IMAGES --out results --samples 1"
     assert run(cli, ["calibrate", str(bundle), str(good)]) == 0
     assert capsys.readouterr().err.startswith("Warning: 1 good image can promise")
 

@@ -18,6 +18,8 @@ from mdps.commands.terminal import run
 from mdps.runtime import CalibrationError, load
 from mdps.runtime.fitness import FLOOR, Fitness, Found
 from mdps.runtime.manifest import Manifest
+from mdps.serving.calibrate import defects_a_kind
+from mdps.serving.defects import KINDS
 
 SAID = "this detector does not see defects on these parts: it finds 3 of 12 that were put into good images"
 ONE = ("--threads", "1")
@@ -112,6 +114,11 @@ def test_what_measures_goes_on_and_says_so(
     assert SAID.encode() in (tmp_path / "alone.onnx").read_bytes()
     assert run(cli, ["inspect", str(bundle)]) == 0
     assert SAID in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("images", "shown"), [(1, 2), (3 * len(KINDS) - 1, 2), (3 * len(KINDS), 3), (10_000, 16)])
+def test_defects_take_no_longer_than_the_good_images_and_every_kind_comes_twice(images: int, shown: int) -> None:
+    assert defects_a_kind(images) == shown
 
 
 # The server
