@@ -34,7 +34,7 @@ def measure(
     good_scores: ArrayLike,
     per_kind: int = 6,
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> Fitness:
     """Put `per_kind` defects of every kind into good images, and see how many score above the threshold.
 
