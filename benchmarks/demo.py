@@ -91,7 +91,7 @@ def save_photographs(folder: Path) -> None:
 def inspect_demo(bundle: Path, samples: Sequence[Sample], out: Path, threads: int | None = None) -> list[Row]:
     """Writes the test images into `out` and judges them one at a time, as a line does; a row each, in their order."""
     images = _save(out / _TEST, ((f"{sample.kind}/{sample.name}", sample.image) for sample in samples))
-    with load(bundle, threads=threads) as detector:
+    with load(bundle, threads=threads, force=True) as detector:
         rows = predict(detector, images, out, batch=1, force=True)
         report_run(detector, bundle, rows, out)
     return rows

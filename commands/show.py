@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mdps.commands.options import AS_JSON, THREADS, TRACEBACK
-from mdps.commands.terminal import needs, print_values, say
+from mdps.commands.terminal import needs, print_values, say, spoken_warnings
 
 
 @click.command(
@@ -29,7 +29,9 @@ def demo(out: Path, threads: int | None, as_json: bool) -> None:
     """Export the checkpoint that ships with mdps, calibrate it, and judge photographs with defects put in."""
     with needs("export", "bench", "cpu"):
         from mdps.benchmarks.demo import run_demo
-    print_values(run_demo(out, threads=threads, say=say).to_json(), as_json)
+    with spoken_warnings():
+        found = run_demo(out, threads=threads, say=say)
+    print_values(found.to_json(), as_json)
 
 
 @click.command(
