@@ -39,8 +39,8 @@ class Pattern:
         return (float(row + self.window.rows.start), float(column + self.window.columns.start))
 
 
-def _pattern(scene: Scene, length: float, dark: bool | None = None) -> Pattern | None:
-    """Look for a pattern near an edge; `dark` says which of the two is the structure, by default the rarer mostly."""
+def _pattern(scene: Scene, length: float, rarer_share: float = 0.75) -> Pattern | None:
+    """Look for a pattern near an edge; the structure is the rarer of the two in this share of cases."""
     window = scene.around(scene.somewhere(scene.ground.edges), max(12.0, 0.06 * scene.side, 1.5 * length))
     old = window.of(scene.image)
     grey = old.mean(axis=-1)
@@ -51,7 +51,7 @@ def _pattern(scene: Scene, length: float, dark: bool | None = None) -> Pattern |
     if grey[bright].mean() - grey[~bright].mean() < max(_CONTRAST, 4 * grain(old)):
         return None
     rarer = bright if bright.mean() < 0.5 else ~bright
-    structure = rarer if scene.rng.random() < 0.75 else ~rarer
+    structure = rarer if scene.rng.random() < rarer_share else ~rarer
     places = np.argwhere(structure)
     points = places[scene.rng.integers(0, len(places), _POINTS)]
     return Pattern(window, structure, points, _rays(structure, points))
@@ -125,7 +125,7 @@ def _between(scene: Scene, window: Window, centre: Point, turn: float, far: floa
 def bridge(scene: Scene) -> Change | None:
     """Join two neighbouring structures of one tone by a bar of that tone."""
     length = scene.length()
-    pattern = _pattern(scene, length)
+    pattern = _pattern(scene, length, 0.25)  # it goes through the space between tracks
     found = _narrow(pattern, scene, 2.0, max(4.0, 1.5 * length), 0.0) if pattern else None
     if found is None:
         return scene.plainly(lambda plain: _bar(plain, length, plain.rng.uniform(0.15, 0.4)))

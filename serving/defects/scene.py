@@ -96,6 +96,13 @@ class Ground:
         return np.asarray(np.abs(self.coarse - self.background).max(axis=-1) > _SURROUNDINGS)
 
     @cached_property
+    def outline(self) -> Bools:
+        """The part's outermost cells; of a surface, those at the image's border."""
+        wide = np.pad(self.part, 1)
+        inside = wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
+        return np.asarray(self.part & ~inside)
+
+    @cached_property
     def nearby(self) -> Bools:
         """The part and what is close to it: a scratch may begin, and copper be spilt, beside it."""
         picture = Image.fromarray(self.part.astype(np.uint8) * 255)

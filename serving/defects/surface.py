@@ -88,14 +88,15 @@ def stain(scene: Scene) -> Change:
 
 
 def missing(scene: Scene) -> Change:
-    """Take away a piece of the part, its edge ragged; a large one is up to a third of the part.
+    """Take away a piece of the part, often at its outline; a large one is up to a third of the part.
 
     The background is what shows there; on a surface, which has none, the median of the surroundings, off a little.
     """
     if scene.size == "large" and scene.ground.background is not None and scene.rng.random() < 0.5:
         return _broken_off(scene)
     length, rng = scene.length(), scene.rng
-    window = scene.around(scene.somewhere(scene.ground.part), 0.8 * length + 2)
+    cells = scene.ground.outline if rng.random() < 0.5 else scene.ground.part
+    window = scene.around(scene.somewhere(cells), 0.8 * length + 2)
     alpha = blob(window, length / 2, rng, rough=0.7)
     return blend(window, scene.image, alpha, _behind(scene, window.of(scene.image)))
 

@@ -137,3 +137,54 @@ def test_a_plan_is_even() -> None:
 
 def test_a_plan_of_one_image() -> None:
     assert {(image, other) for _, _, image, other in plan(1, 2, seed=0)} == {(0, 0)}
+
+
+def lines_of(kind: str, size: str = "small") -> list[tuple[Defect, Pixels]]:
+    """Put it into black lines three pixels wide, nine apart, with twenty seeds."""
+    image = stripes(256, 256, 12)
+    return [(put(kind, size, image, image, np.random.default_rng(seed)), image) for seed in range(20)]
+
+
+def test_a_gap_interrupts_a_line_and_a_bridge_joins_two() -> None:
+    """Mostly: what lies between the lines is a line as well, which is one time in four what is looked at."""
+    for kind, before in (("gap", 0), ("bridge", 255)):
+        across = 0
+        for defect, image in lines_of(kind, "medium"):
+            hit = defect.mask & (image[..., 0] == before) & (np.abs(defect.image[..., 0].astype(int) - before) > 128)
+            whole = image[0, :, 0] == before
+            runs = np.split(np.arange(256), np.flatnonzero(np.diff(whole)) + 1)
+            across += any(hit[:, run].all(axis=1).any() for run in runs if whole[run[0]])
+        assert across >= 10, kind
+
+
+def test_a_spur_grows_on_an_edge() -> None:
+    beside = 0
+    for defect, image in lines_of("spur"):
+        dark = image[..., 0] == 0
+        edge = (dark != np.roll(dark, 1, axis=1)) | (dark != np.roll(dark, -1, axis=1))
+        beside += bool((defect.mask & edge).any())
+    assert beside == 20
+
+
+def test_what_moves_is_gone_from_where_it_was() -> None:
+    both = 0
+    for defect, image in lines_of("moved", "medium"):
+        steps = defect.image[..., 0].astype(int) - image[..., 0]
+        both += bool((steps > 128).any() and (steps < -128).any())
+    assert both >= 15
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("shading", "smear", "scratch")])
+def test_black_and_white_stay_so(kind: str) -> None:
+    tones = np.concatenate([defect.image[defect.mask][:, 0] for defect, _ in lines_of(kind, "medium")])
+    assert ((tones < 64) | (tones > 191)).mean() > 0.55
+
+
+def test_a_third_of_the_part_can_be_gone() -> None:
+    rows, columns = np.mgrid[:96, :96]
+    disc = np.hypot(rows - 48, columns - 48) < 36
+    image = np.where(disc[..., None], 60, 240).repeat(3, axis=-1).astype(np.uint8)
+    gone = [
+        put("missing", "large", image, image, np.random.default_rng(seed)).mask.sum() / disc.sum() for seed in range(20)
+    ]
+    assert 0.2 < max(gone) < 0.4
