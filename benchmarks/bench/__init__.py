@@ -34,8 +34,8 @@ class Spec(Fields):
 
     On the device "cuda" the process sees `card` (a UUID) and no other, or all where it is None.
 
-    `samples` (N_s) and `batch` are those of this row; `bank_images` good images make a peer's memory, taken from the
-    folder `good` or made up. What is "checked" is ours, beside the oracle's arrays in the file `reference` first.
+    `samples` (N_s) and `batch` are those of this row; `bank_images` made-up images make a peer's memory. What is
+    "checked" is ours, beside the oracle's arrays in the file `reference` first.
     """
 
     name: str
@@ -49,7 +49,6 @@ class Spec(Fields):
     samples: int | None = None
     ckpt: str | None = None
     backbone_weights: str | None = None
-    good: str | None = None
     bank_images: int = 200
     matrix_side: int = 2048
     reference: str | None = None

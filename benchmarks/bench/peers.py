@@ -1,7 +1,6 @@
 """Detectors of anomalib that a user might run instead, with random weights, which cost what trained ones cost."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +8,9 @@ from torch import Tensor, nn
 
 from mdps.benchmarks.bench import Outcome, SkippedError, Spec, Timer, forget_peak, observation, torch_timer
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.preprocessing import Preprocessing
 
 CORESET = 0.1
 """Share of the good images' patches PatchCore keeps: anomalib's default. Taken at random, which costs the same."""
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"}
 
 Images = Iterator[Tensor]
 """Good images, one [1, 3, H, W] in [0, 1] at a time."""
@@ -45,24 +42,19 @@ def open_peer(spec: Spec) -> Peer:
     torch.set_num_threads(spec.threads)
     torch.set_default_device(spec.device)
     torch.manual_seed(0)
-    preprocessing = Manifest.read(spec.bundle).preprocessing
+    size = Manifest.read(spec.bundle).preprocessing.network_size
     with torch.inference_mode():
-        network, note = PEERS[spec.variant](_images(spec, preprocessing), spec.device)
-    peer = Peer(spec, network.eval(), preprocessing.network_size, "")
+        network, note = PEERS[spec.variant](_images(spec, size), spec.device)
+    peer = Peer(spec, network.eval(), size, "")
     fitted = "" if forget_peak() else ", memory with fitting"
     peer.facts["note"] = f"anomalib {anomalib.__version__}, random weights{note}{fitted}"
     return peer
 
 
-def _images(spec: Spec, preprocessing: Preprocessing) -> Images:
-    """`bank_images` images of the folder `good`, or made up."""
-    files: list[Path] = []
-    if spec.good is not None:
-        files = sorted(path for path in Path(spec.good).rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not files:
-            raise SkippedError(f"{spec.good} holds no images: give --set good=FOLDER a folder of good parts")
-    for index in range(min(spec.bank_images, len(files)) if files else spec.bank_images):
-        image = preprocessing(files[index]) if files else observation(preprocessing.network_size, 100 + index)
+def _images(spec: Spec, size: tuple[int, int]) -> Images:
+    """`bank_images` images that are made up: the time does not depend on what they show."""
+    for index in range(spec.bank_images):
+        image = observation(size, 100 + index)
         yield torch.from_numpy((image + 1) / 2)[None].to(spec.device)
 
 

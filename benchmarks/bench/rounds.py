@@ -22,11 +22,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 class Process:
     """A worker that was started: `ask` it, then `close`. After a failure `skipped` says why, and it is done for.
 
-    `failed` tells a crash, a hang or a library's surprise from what merely cannot run here.
+    `failed` tells a crash, a hang or a library's surprise from what merely cannot run here; `hung` is a hang.
     """
 
     def __init__(self, spec: Spec, patience: float) -> None:
-        self.spec, self.skipped, self.failed = spec, "", False
+        self.spec, self.skipped, self.failed, self.hung = spec, "", False, False
         self._patience = patience
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
         self._child = subprocess.Popen(
@@ -48,6 +48,7 @@ class Process:
         except OSError:
             line = ""
         except queue.Empty:
+            self.hung = True
             return self._give_up(f"took longer than {patience:g} seconds to {command} one image")
         answer: Answer = json.loads(line) if line else {"skipped": self._death(), "failed": True}
         return self._give_up(answer["skipped"], answer.get("failed", False)) if "skipped" in answer else answer

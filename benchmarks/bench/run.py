@@ -71,10 +71,7 @@ class BenchOptions:
         str, Option("Where all run: cpu, cuda, or a card's index as nvidia-smi shows it, or its UUID.")
     ] = "cpu"
     warm_up: Annotated[int, Option("Runs before those that count, after the first.", low=0)] = 1
-    good: Annotated[Path | None, Option("Good parts for the peers' memory [default: made-up images].", seldom=True)] = (
-        None
-    )
-    bank_images: Annotated[int, Option("How many of them.", low=1, seldom=True)] = 200
+    bank_images: Annotated[int, Option("Made-up images that make the peers' memory.", low=1, seldom=True)] = 200
     backbone_weights: Annotated[
         Path | None, Option("Of the feature network, for torch, as at the export.", seldom=True)
     ] = None
@@ -93,8 +90,8 @@ class BenchOptions:
                 plans = " (`mdps gpu-check` measures engine plans)" if name in PLANNED else ""
                 require(name in known, f"there is no {kind} {name!r}: choose among {', '.join(known)}{plans}")
         check_ranges(self)
-        for folder in (self.good, self.backbone_weights):
-            require(folder is None or folder.exists(), f"there is no {folder}: check the path")
+        weights = self.backbone_weights
+        require(weights is None or weights.exists(), f"there is no {weights}: check the path")
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -228,7 +225,6 @@ def _specs(bundle: Path, options: BenchOptions, ckpt: Path | None) -> list[Spec]
         card=card,
         ckpt=str(ckpt) if ckpt else None,
         backbone_weights=str(options.backbone_weights) if options.backbone_weights else None,
-        good=str(options.good) if options.good else None,
         bank_images=options.bank_images,
         matrix_side=options.matrix_side,
     )

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
-from mdps.benchmarks.bench.rounds import Answer, Measurement, Process, environment
+from mdps.benchmarks.bench.rounds import Measurement, Process, environment
 from mdps.benchmarks.gpu_check.items import Item, Prepared, pieces
 from mdps.benchmarks.gpu_check.report import Check, Row, State, facts, measured_row, prepared_row, write
 from mdps.benchmarks.kit import Say, last_words
@@ -47,14 +47,12 @@ class Minutes:
         return self.seconds - (self.clock() - self.start)
 
 
-class Doer(Protocol):
-    """Does one item within so many seconds; what goes wrong is in the row.
+Doer = Callable[[Item, float, dict[str, float], bool], Row]
+"""Does one item within so many seconds, given the rates so far; what goes wrong is in the row.
 
-    `hurried`: these are all that is left of the minutes, and fewer than the item would get: that they were not enough
-    is no failure of its.
-    """
-
-    def __call__(self, item: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row: ...
+The last argument, hurried: these are all that is left of the minutes, and fewer than the item would get, so that it is
+no failure of the item's if they are not enough.
+"""
 
 
 def run_check(
@@ -72,7 +70,7 @@ def run_check(
         else:
             say(f"{minutes.left:.0f} s left: {item.name}")
             left, enough = minutes.left, max(LEAST, GRACE * item.seconds) * patience
-            row = do(item, min(left, enough), rates, hurried=left < enough)
+            row = do(item, min(left, enough), rates, left < enough)
         if row.state != "ran":
             if not reason:
                 say(f"{row.state} {item.name}: {row.reason}")
@@ -104,18 +102,6 @@ def _obstacle(item: Item, without: dict[str, str], left: float) -> str:
     return ""
 
 
-class _Worker(Process):
-    """A process of a check's, which tells a hang from everything else that fails."""
-
-    hung = False
-
-    def ask(self, command: str, patience: float | None = None) -> Answer:
-        allowed, start = self._patience if patience is None else patience, time.monotonic()
-        answer = super().ask(command, patience)
-        self.hung = self.failed and time.monotonic() - start >= allowed
-        return answer
-
-
 @dataclass(frozen=True)
 class Workshop:
     """The real doer: every item in a process of its own."""
@@ -127,7 +113,7 @@ class Workshop:
     prepare_options: tuple[str, ...] = ()
     warm_up: int = 2
 
-    def __call__(self, item: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
+    def __call__(self, item: Item, limit: float, rates: dict[str, float], hurried: bool = False) -> Row:
         """See `Doer`."""
         if item.thing:
             return self._prepare(item, limit, hurried)
@@ -167,7 +153,7 @@ class Workshop:
         """Opened and compared, warmed up, then runs until there are enough or its time is over."""
         assert item.spec is not None
         one, own = Measurement(item.spec), Minutes(limit)
-        with _Worker(item.spec, limit) as process:
+        with Process(item.spec, limit) as process:
             one.facts = process.ask("open")
             for _ in range(self.warm_up):
                 if not process.skipped:

@@ -1,7 +1,7 @@
 """Rows, Markdown and JSON of a check, written after every piece of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -152,16 +152,7 @@ TARGETS = {1: 60.0, 16: 500.0}
 
 def facts() -> dict[str, Any]:
     """Return cards, processor, system and versions as JSON values."""
-    found = [
-        {
-            "name": card.name,
-            "compute_capability": card.compute_capability,
-            "driver": card.driver,
-            "total_mb": None if card.total is None else round(card.total / 1e6),
-        }
-        for card in cards()
-    ]
-    return {"cards": found} | machine_facts() | {"versions": versions(*PACKAGES)}
+    return {"cards": [asdict(card) for card in cards()]} | machine_facts() | {"versions": versions(*PACKAGES)}
 
 
 @dataclass(frozen=True)

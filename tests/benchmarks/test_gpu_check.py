@@ -193,7 +193,7 @@ def checks(
 ) -> tuple[list[Row], list[int]]:
     clock, written = Clock(), list[int]()
 
-    def do(one: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
+    def do(one: Item, limit: float, rates: dict[str, float], hurried: bool) -> Row:
         assert limit <= minutes * 60 - clock.now
         clock.now += min(one.seconds, limit)
         return (states or {}).get(one.name, Row(one.name, "ran", load_ms=1.0))
@@ -218,7 +218,7 @@ def test_a_piece_that_is_cut_short_by_the_minutes_knows() -> None:
     asked: list[tuple[float, bool]] = []
     clock = Clock()
 
-    def do(one: Item, limit: float, rates: dict[str, float], *, hurried: bool = False) -> Row:
+    def do(one: Item, limit: float, rates: dict[str, float], hurried: bool) -> Row:
         asked.append((limit, hurried))
         clock.now += 280
         return Row(one.name, "ran")
