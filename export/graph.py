@@ -19,6 +19,7 @@ import onnx
 import onnxslim
 import torch
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+from onnx.external_data_helper import set_external_data
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch.fx import Node
@@ -107,19 +108,12 @@ def write(model: ModelProto, path: Path, weights: WeightStore) -> None:
     for tensor in model.graph.initializer:
         data = onnx.numpy_helper.to_array(tensor).tobytes()
         if len(data) >= INLINE_BYTES:
-            _externalise(tensor, weights.path.name, *weights.place(data))
+            offset, length = weights.place(data)
+            tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data))
+            set_external_data(tensor, weights.path.name, offset, length)
+            tensor.ClearField("raw_data")
     path.write_bytes(model.SerializeToString(deterministic=True))
     onnx.checker.check_model(str(path))
-
-
-def _externalise(tensor: TensorProto, location: str, offset: int, length: int) -> None:
-    for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
-        tensor.ClearField(field)
-    tensor.data_location = TensorProto.EXTERNAL
-    del tensor.external_data[:]
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
-        entry = tensor.external_data.add()
-        entry.key, entry.value = key, value
 
 
 def count_nodes(model: ModelProto) -> dict[str, int]:

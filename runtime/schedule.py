@@ -70,9 +70,9 @@ class NoiseSchedule:
     @classmethod
     def from_json(cls, obj: object, where: str = "schedule") -> Self:
         """The schedule `to_json` described; BundleError naming the key otherwise."""
-        if not isinstance(obj, dict) or obj.get("kind") not in tuple(_KEYS):  # a tuple: a list has no hash
-            raise BundleError(f"{where}.kind should be one of {', '.join(_KEYS)}")
-        expected = _KEYS[obj["kind"]]
+        if not isinstance(obj, dict) or obj.get("kind") not in tuple(_KINDS):  # a tuple: a list has no hash
+            raise BundleError(f"{where}.kind should be one of {', '.join(_KINDS)}")
+        _, expected = _KINDS[obj["kind"]]
         if obj.keys() != {"kind", *expected}:
             raise BundleError(f"{where} of kind {obj['kind']} should have the keys {', '.join(expected)} and no other")
         values = {key: decode(hint, obj[key], f"{where}.{key}") for key, hint in expected.items()}
@@ -89,23 +89,19 @@ def _check(steps: int, *ends: float) -> None:
     require(all(0 < end < 1 for end in ends), "every beta of a noise schedule must lie between 0 and 1")
 
 
-_ENDS: dict[str, Any] = {"beta_start": float, "beta_end": float, "steps": int}
-_KEYS: dict[str, dict[str, Any]] = {
-    "linear": _ENDS,
-    "scaled_linear": _ENDS,
-    "cosine": {"steps": int},
-    "given": {"betas": tuple[float, ...]},
-}
-_BUILDERS: dict[str, Callable[[dict[str, Any]], NoiseSchedule]] = {
-    "linear": lambda o: NoiseSchedule.linear(o["steps"], o["beta_start"], o["beta_end"]),
-    "scaled_linear": lambda o: NoiseSchedule.scaled_linear(o["steps"], o["beta_start"], o["beta_end"]),
-    "cosine": lambda o: NoiseSchedule.cosine(o["steps"]),
-    "given": lambda o: NoiseSchedule(o["betas"]),
+_ENDS: dict[str, Any] = {"steps": int, "beta_start": float, "beta_end": float}
+# What builds a kind, and its keys with their types in the order of the arguments.
+_KINDS: dict[str, tuple[Callable[..., NoiseSchedule], dict[str, Any]]] = {
+    "linear": (NoiseSchedule.linear, _ENDS),
+    "scaled_linear": (NoiseSchedule.scaled_linear, _ENDS),
+    "cosine": (NoiseSchedule.cosine, {"steps": int}),
+    "given": (NoiseSchedule, {"betas": tuple[float, ...]}),
 }
 
 
 def _build(obj: dict[str, Any]) -> NoiseSchedule:
-    return _BUILDERS[obj["kind"]](obj)
+    make, keys = _KINDS[obj["kind"]]
+    return make(*(obj[key] for key in keys))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mdps.benchmarks.data.samples import Category
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.evaluate.predictions import Judge
 from mdps.benchmarks.kit import Say, digest
-from mdps.benchmarks.study.outcomes import Mapped, Outcome, Remembered, TwoPassPredictor
+from mdps.benchmarks.study.outcomes import Outcome, Remembered, TwoPassPredictor
 from mdps.export import ExportOptions, export_bundle
 from mdps.export.methods import PRESETS
 from mdps.models.checkpoints import describe_checkpoint
@@ -153,14 +153,15 @@ class Runner:
         return folder
 
     def _evaluate(self, bundle: Path, change: Callable[[Settings], Settings], category: Category, out: Path) -> None:
-        predictor_of = Mapped if self.keep_maps else TwoPassPredictor
-        how = {"engine": self.engine, "threads": self.threads, "batch": self.batch}
-        with predictor_of(bundle, changes=change, **how) as predictor, new_folder(out) as new:  # type: ignore[arg-type]
+        predictor = TwoPassPredictor(
+            bundle, changes=change, engine=self.engine, threads=self.threads, batch=self.batch
+        )  # fmt: skip
+        with predictor, new_folder(out) as new:
             self.evaluate(predictor, category, new, LAST)
             if predictor.settings.sampler.masked_pass is not None:
                 self.evaluate(Remembered(predictor, predictor.first), category, new, FIRST)
-            if isinstance(predictor, Mapped):
-                predictor.save(new / MAPS)
+            if self.keep_maps:
+                predictor.save_maps(new / MAPS)
 
     def evaluate(self, predictor: Judge, category: Category, folder: Path, name: str) -> None:
         """Evaluate as `name` in the folder of results, with a report of what is named LAST."""

@@ -141,32 +141,22 @@ def differences_json(found: Mapping[str, Interval]) -> dict[str, Any]:
 
 
 class TwoPassPredictor(BundlePredictor):
-    """A bundle's predictor that also remembers what its first pass said of every picture."""
+    """A bundle's predictor that also remembers what each pass said of every picture."""
 
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
-        """Predict; what the first pass said is in `first`, in the same order."""
+        """Predict; what the first pass and the last one said is in `first` and `last`, in the same order."""
         self.first: list[Prediction | str] = []
+        self.last: list[Prediction | str] = []
         told: deque[tuple[float, NDArray[np.float32]]] = deque()
         self.watch(lambda found: told.extend(_each(found)))
         for prediction in super().predictions(paths):
             self.first.append(prediction if isinstance(prediction, str) else _first(prediction, *told.popleft()))
+            self.last.append(prediction if isinstance(prediction, str) else replace(prediction, reconstruction=None))
             yield prediction
 
-
-class Mapped(TwoPassPredictor):
-    """Remembers the maps of both passes, for whoever compares maps of several runs."""
-
-    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
-        """Predict; the last pass's maps are in `last` afterwards, None for a picture that could not be judged."""
-        self.last: list[NDArray[np.float32] | None] = []
-        for prediction in super().predictions(paths):
-            self.last.append(None if isinstance(prediction, str) else prediction.anomaly_map)
-            yield prediction
-
-    def save(self, path: Path) -> None:
-        """Writes `last` and `first`, [n, h, w] each, NaN where there is none, into one compressed npz file."""
-        first = [None if isinstance(prediction, str) else prediction.anomaly_map for prediction in self.first]
-        write_arrays(path, last=_stacked(self.last), first=_stacked(first))
+    def save_maps(self, path: Path) -> None:
+        """Writes those of `last` and `first`, [n, h, w] each, NaN where there is none, into one compressed npz file."""
+        write_arrays(path, last=_maps(self.last), first=_maps(self.first))
 
 
 class Remembered:
@@ -188,9 +178,9 @@ class Remembered:
         return (prediction for prediction, _ in zip(self._predictions, paths, strict=True))
 
 
-def _stacked(maps: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
-    blank = np.full_like(next(one for one in maps if one is not None), np.nan)
-    return np.stack([blank if one is None else one for one in maps])
+def _maps(predictions: Sequence[Prediction | str]) -> NDArray[np.float32]:
+    blank = np.full_like(next(one.anomaly_map for one in predictions if not isinstance(one, str)), np.nan)
+    return np.stack([blank if isinstance(one, str) else one.anomaly_map for one in predictions])
 
 
 def _each(found: Inspection) -> Iterator[tuple[float, NDArray[np.float32]]]:

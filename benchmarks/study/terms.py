@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter1d
+from scipy.ndimage import gaussian_filter
 from tqdm import tqdm
 
 from mdps.benchmarks.data import find_categories
@@ -125,10 +125,8 @@ def _terms(pipeline: Pipeline, y: Array, masked: Array | None) -> tuple[Array, A
 def _smooth(maps: Array, sigma: float) -> Array:
     if sigma == 0:
         return maps
-    radius = gaussian_kernel(sigma) // 2
-    for axis in (1, 2):  # "mirror" is what torch calls reflect
-        maps = np.asarray(gaussian_filter1d(maps, sigma, axis=axis, mode="mirror", radius=radius), dtype=np.float32)
-    return maps
+    radius = gaussian_kernel(sigma) // 2  # "mirror" is what torch calls reflect
+    return np.asarray(gaussian_filter(maps, sigma, mode="mirror", radius=radius, axes=(1, 2)), dtype=np.float32)
 
 
 @dataclass(frozen=True)

@@ -115,15 +115,15 @@ def agreement(maps: NDArray[np.float32], reference: NDArray[np.float32]) -> Agre
     """Of maps [n, h, w] of the same images in order, else UsageError; None where no image has two maps that vary."""
     if maps.shape != reference.shape:
         raise UsageError(f"only maps of the same images compare: {list(maps.shape)} against {list(reference.shape)}")
-    from scipy.stats import rankdata
+    from scipy.stats import pearsonr, spearmanr
 
     pearson, spearman = [], []
     for ours, theirs in zip(maps, reference, strict=True):
         one, other = ours.ravel().astype(np.float64), theirs.ravel().astype(np.float64)
         if not (np.isfinite(one).all() and np.isfinite(other).all()) or one.std() == 0 or other.std() == 0:
             continue
-        pearson.append(float(np.corrcoef(one, other)[0, 1]))
-        spearman.append(float(np.corrcoef(rankdata(one), rankdata(other))[0, 1]))
+        pearson.append(float(pearsonr(one, other).statistic))
+        spearman.append(float(spearmanr(one, other).statistic))
     if not pearson:
         return None
     return Agreement(float(np.mean(pearson)), float(np.mean(spearman)), min(pearson), len(pearson))

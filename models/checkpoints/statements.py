@@ -4,12 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from mdps.models.checkpoints.report import CheckpointError, shown
 from mdps.models.unet_config import UNetConfig
 from mdps.runtime.errors import UsageError, require
 from mdps.runtime.option import Option, check_ranges
+from mdps.runtime.records import decode
 from mdps.runtime.schedule import NoiseSchedule
 
 Prediction = Literal["eps", "v", "x0"]
@@ -158,34 +159,16 @@ def network_fields(obj: Any, origin: str) -> dict[str, Any]:
             raise CheckpointError(f"has a {origin} with the unknown network field {shown(name)}")
         try:
             found[ours] = _PARSERS[ours](value)
-        except (TypeError, ValueError, OverflowError):
+        except (UsageError, TypeError, ValueError, OverflowError):
             raise CheckpointError(f"has a {origin} with {name} = {shown(value)}, which is no value for it") from None
     if found.get("num_head_channels") == -1:
         del found["num_head_channels"]
     return found
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    return float(value)
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
 def _square(value: Any) -> int:
     """Read 64, or the [64, 64] of AnoDDPM's arguments."""
-    sides = {_whole(side) for side in value} if isinstance(value, list | tuple) else {_whole(value)}
+    sides = {decode(int, side, "") for side in value} if isinstance(value, list | tuple) else {decode(int, value, "")}
     if len(sides) != 1:
         raise ValueError
     return sides.pop()
@@ -193,15 +176,15 @@ def _square(value: Any) -> int:
 
 def _numbers(value: Any) -> tuple[float, ...]:
     """Read [1, 2], or guided-diffusion's "1,2"."""
-    items = [float(part) for part in value.split(",")] if isinstance(value, str) else [_number(item) for item in value]
+    items = map(float, value.split(",")) if isinstance(value, str) else (decode(float, item, "") for item in value)
     return tuple(int(item) if item.is_integer() else item for item in items)
 
 
-_OF_TYPE: dict[Any, Callable[[Any], Any]] = {int: _whole, int | None: _whole, float: _number, bool: _switch}
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    **{one.name: _OF_TYPE.get(one.type, _numbers) for one in fields(UNetConfig)},
-    "image_size": _square,
-}
+def _of_type(kind: Any) -> Callable[[Any], Any]:
+    return _numbers if get_origin(kind) is tuple else lambda value: decode(kind, value, "")
+
+
+_PARSERS = {one.name: _of_type(one.type) for one in fields(UNetConfig)} | {"image_size": _square}
 
 
 def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ...]:
@@ -212,7 +195,7 @@ def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ..
             return numbers
         size = _square(obj.get("image_size", obj.get("img_size")))
         return tuple(size // int(number) for number in numbers)
-    except (TypeError, ValueError, ArithmeticError):
+    except (UsageError, TypeError, ValueError, ArithmeticError):
         raise CheckpointError(
             f"has a {origin} with attention_resolutions = {shown(value)}, which is no value for it"
         ) from None
