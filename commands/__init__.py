@@ -26,7 +26,7 @@ COMMANDS = {
     "trade": "Show what a millisecond buys.",
 }
 # Where a command is, of those that are in no module of their names.
-_MODULES = {"demo": "show", "inspect": "show", "doctor": "show", "single-file": "export"}
+_MODULES = {"demo": "show", "inspect": "show", "doctor": "show", "single-file": "export", "gpu-check": "bench"}
 _MODULES |= dict.fromkeys(("reproduce", "sweep", "trade"), "studies")
 
 

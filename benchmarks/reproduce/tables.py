@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from mdps.benchmarks.kit import Fields, figure_png, table
+from mdps.benchmarks.kit import figure_png, table
 from mdps.benchmarks.metrics.bootstrap import Interval
 from mdps.benchmarks.reproduce.paper import AVERAGE, PaperTable, method_label
-from mdps.benchmarks.study.outcomes import AUROCS, Outcome, differences_json, percent, points, whiskers, with_interval
+from mdps.benchmarks.study.outcomes import AUROCS, Outcome, ResultRow, differences_json, percent, points, whiskers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,24 +20,19 @@ ABSENT = "not all of these categories are in the data set"
 
 
 @dataclass(frozen=True)
-class Row(Fields):
+class Row(ResultRow):
     """One method on one category; "average" is the mean over the measured ones.
 
-    `metrics`, `intervals` (95 %, bootstrap over the images) and `paper` hold shares of 1 under the names of
-    `mdps evaluate`, and the paper's times in seconds; a published row has no metrics and says in `reason` why.
+    `metrics` and `paper` hold shares of 1 under the names of `mdps evaluate`, and the paper's times in seconds; a
+    published row has no metrics and says in `reason` why.
     """
 
     category: str
     method: str
     label: str
     kind: Literal["measured", "published"]
-    images: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     paper: dict[str, float] = field(default_factory=dict)
     reason: str = ""
-    problems: tuple[str, ...] = ()
-    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 def averages(rows: Sequence[Row], paper: PaperTable | None) -> list[Row]:
@@ -185,7 +180,7 @@ def measured_table(rows: Sequence[Row], timed: bool) -> str:
     for row in measured:
         cells = [row.category, row.label]
         for metric in AUROCS:
-            cells.append(with_interval(row, metric))
+            cells.append(row.with_interval(metric))
             if beside:
                 cells.append(percent(row.paper.get(metric)))
         if timed:

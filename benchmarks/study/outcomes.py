@@ -4,9 +4,9 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from mdps.benchmarks.data.samples import Box
 from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.benchmarks.evaluate.predictions import Prediction
 from mdps.benchmarks.evaluate.results import Evaluation
-from mdps.benchmarks.kit import plain, write_arrays
+from mdps.benchmarks.kit import Fields, plain, write_arrays
 from mdps.benchmarks.metrics.bootstrap import ImageScores, Interval, bootstrap, bootstrap_difference
 from mdps.benchmarks.metrics.pixels import PixelCounts
 from mdps.runtime.atomic import write_text
@@ -57,7 +57,7 @@ class Outcome:
     def save(self, folder: Path, name: str) -> None:
         """`<name>.json` and `<name>.npz` in `folder`, the JSON last."""
         self.counts.save(folder / f"{name}.npz")
-        record = {field.name: plain(getattr(self, field.name)) for field in fields(self) if field.name != "counts"}
+        record = {one.name: plain(getattr(self, one.name)) for one in fields(self) if one.name != "counts"}
         write_text(folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
     @classmethod
@@ -96,13 +96,21 @@ class Outcome:
         return self.counts if name == "pixel_auroc" else ImageScores(self.labels, self.scores)
 
 
-class Measured(Protocol):
-    """A row with AUROCs and their intervals."""
+@dataclass(frozen=True, kw_only=True)
+class ResultRow(Fields):
+    """The outcome in a row of a study: `metrics` are shares of 1, `intervals` their 95 % bootstrap over the images."""
 
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def intervals(self) -> Mapping[str, tuple[float, float]]: ...
+    images: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def with_interval(self, metric: str) -> str:
+        """Return a metric in per cent with its interval, where there are such."""
+        low, high = self.intervals.get(metric, (math.nan, math.nan))
+        text = percent(self.metrics.get(metric))
+        return f"{text} ({percent(low)} to {percent(high)})" if math.isfinite(low) and math.isfinite(high) else text
 
 
 def percent(value: float | None) -> str:
@@ -110,14 +118,7 @@ def percent(value: float | None) -> str:
     return "" if value is None or not math.isfinite(value) else f"{100 * value:.2f}"
 
 
-def with_interval(row: Measured, metric: str) -> str:
-    """Return a metric in per cent with its interval, where there are such."""
-    low, high = row.intervals.get(metric, (math.nan, math.nan))
-    text = percent(row.metrics.get(metric))
-    return f"{text} ({percent(low)} to {percent(high)})" if math.isfinite(low) and math.isfinite(high) else text
-
-
-def whiskers(rows: Sequence[Measured], metric: str) -> list[list[float]]:
+def whiskers(rows: Sequence[ResultRow], metric: str) -> list[list[float]]:
     """Return the lengths below and above the values in per cent, [2, n]; nothing where there is no interval."""
     lows, highs = [], []
     for row in rows:

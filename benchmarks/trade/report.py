@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mdps.benchmarks.kit import figure_png, table
-from mdps.benchmarks.study.outcomes import AUROCS, points, whiskers, with_interval
+from mdps.benchmarks.study.outcomes import AUROCS, points, whiskers
 from mdps.benchmarks.trade.rows import GRADIENTS, Exits, Pair, Row, Trade
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _rows(rows: Sequence[Row]) -> str:
         ratio = "" if row.ratio_to_reference is None else f"{row.ratio_to_reference:.2f}"
         ms = "not timed" if row.median_ms is None else f"{row.median_ms:,.0f}"
         label = row.label if row.exits is None else f"{row.label} ({_left(row.exits)} exit)"
-        aurocs = (with_interval(row, name) or "undefined" for name in AUROCS)
+        aurocs = (row.with_interval(name) or "undefined" for name in AUROCS)
         lines.append([label, ms, ratio, *aurocs, agreed])
     return table(head, lines, left=range(len(head)))
 

@@ -14,7 +14,7 @@ from mdps.benchmarks.kit import Fields
 from mdps.benchmarks.metrics.bootstrap import Interval
 from mdps.benchmarks.options import PRECISIONS
 from mdps.benchmarks.study import Changes, Variant
-from mdps.benchmarks.study.outcomes import Outcome, differences_json
+from mdps.benchmarks.study.outcomes import Outcome, ResultRow, differences_json
 from mdps.runtime.calibration import exit_limit
 from mdps.runtime.engines import ENGINES
 from mdps.runtime.errors import UsageError
@@ -178,8 +178,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row(Fields):
-    """`metrics`: image and pixel AUROC, `intervals` their 95 % bootstrap intervals, both without undefined ones.
+class Row(ResultRow):
+    """A way: `metrics` are image and pixel AUROC, without undefined ones.
 
     `agreement` is with the maps of the reference; `ratio_to_reference` compares median times, an image each. With an
     early exit the time is what a good part takes on average.
@@ -191,17 +191,12 @@ class Row(Fields):
     steps: int
     passes: int
     precision: str
-    images: int
-    metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
     agreement: Agreement | None
     exits: Exits | None
     median_ms: float | None
     p95_ms: float | None
     ratio_to_reference: float | None
     runs: int
-    problems: tuple[str, ...]
-    provenance: dict[str, Any]
 
 
 def row_of(one: Measured, reference: Measured) -> Row:

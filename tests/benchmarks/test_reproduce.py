@@ -443,7 +443,7 @@ def test_a_peer_is_a_row(
 def test_every_table_has_a_plot_and_a_text(table: str) -> None:
     metrics = {"image_auroc": 0.9, "pixel_auroc": math.nan, "ms_per_image": 1.0}
     rows = [
-        Row(category, one.method, one.label, "measured", 4, metrics)
+        Row(category, one.method, one.label, "measured", images=4, metrics=metrics)
         for category in ("bottle", "cable")
         for one in _variants(ReproduceOptions(table=table))
     ]
