@@ -16,12 +16,23 @@ PRECISIONS = {"bf16-steps": "steps in bfloat16"}
 DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
 
 
-@dataclass(frozen=True)
-class ReproduceOptions:
-    """Choices of a reproduction; None leaves one to the table.
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What all studies have: `choices` are options of `mdps export` by name, without those that the study decides.
 
-    `choices` are options of `mdps export` by name; `every` and `largest` as in `evaluate`. `command` is recorded.
+    `every` and `largest` as in `evaluate`, `threads` as in `load`. `command` is recorded.
     """
+
+    every: int = 1
+    largest: int | None = 256
+    threads: int | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class ReproduceOptions(StudyOptions):
+    """Choices of a reproduction; None leaves one to the table."""
 
     table: str
     categories: tuple[str, ...] = ()
@@ -49,10 +60,7 @@ class ReproduceOptions:
     scales: Annotated[
         tuple[float, ...], Option("Guidance scales, of the table rho.", low=0, flag="--rho", example="50,100")
     ] = SCALES
-    every: int = 1
-    largest: int | None = 256
     engine: str = DEFAULT
-    threads: int | None = None
     batch: Annotated[int, Option("Images judged at once.", low=1)] = 1
     peer_minutes: Annotated[
         float | None, Option("End each iterative fit of a peer within so many.", low=0, above=True, seldom=True)
@@ -63,16 +71,11 @@ class ReproduceOptions:
     device: Annotated[
         str, Option("Where the peers are fitted: auto, cpu, cuda, cuda:N.", flag="--peer-device", seldom=True)
     ] = "cpu"
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
 
 
 @dataclass(frozen=True)
-class SweepOptions:
-    """Settings to try; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image.
-
-    `choices` are options of `mdps export` by name, without those that the sweep varies.
-    """
+class SweepOptions(StudyOptions):
+    """Settings to try; `top` counts pixels of a 256 x 256 map, `smoothing` is in pixels of a 64 x 64 image."""
 
     scales: Annotated[tuple[float, ...], Option("Guidance scales.", low=0, flag="--rho", example="20,100")] = (
         20.0, 50.0, 100.0, 200.0,
@@ -94,17 +97,12 @@ class SweepOptions:
     finalists: Annotated[
         int, Option("How many of the best weightings get a masked pass for each lambda.", low=1, seldom=True)
     ] = 3
-    every: int = 1
-    largest: int | None = 256
-    threads: int | None = None
     category: str | None = None
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
 
 
 @dataclass(frozen=True)
-class TradeOptions:
-    """Ways to compare. `steps`: N of each gradient, the largest is the reference's. The rest as in `reproduce`."""
+class TradeOptions(StudyOptions):
+    """Ways to compare. `steps`: N of each gradient, the largest is the reference's."""
 
     steps: Annotated[tuple[int, ...], Option("Numbers of steps N.", low=1, example="3,5,10")] = (3, 5, 10)
     free_scale: Annotated[
@@ -121,12 +119,7 @@ class TradeOptions:
     ] = (0.5, 0.9)
     calibration: Annotated[int, Option("Good images for int8's ranges and the exits.", low=1, seldom=True)] = 100
     rounds: Annotated[int, Option("Times each way is timed.", low=1)] = 11
-    every: int = 1
-    largest: int | None = 256
     engine: str = DEFAULT
-    threads: int | None = None
-    choices: Mapping[str, Any] = field(default_factory=dict)
-    command: str = ""
 
     def __post_init__(self) -> None:
         require(len(set(self.steps)) >= 2, "the study needs at least two numbers of --steps: time is a line over them")

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from mdps.runtime import atomic
 from mdps.runtime.errors import UsageError
 
 Plane = NDArray[np.float64]
@@ -213,19 +212,6 @@ class TextureSet:
             samples += [self._defective(kind, i, area, rng) for i in range(each)]
         return samples
 
-    def write(self, folder: Path, training: int = 200, calibration: int = 48) -> None:
-        """Write the set as PNG files in MVTec AD's layout: `train/good`, `calibration/good`, `test/<kind>`,
-        `ground_truth/<kind>/NAME_mask.png`; the folder appears whole or not at all."""
-        with atomic.new_folder(folder) as new:
-            for part, images in (("train", self.training(training)), ("calibration", self.calibration(calibration))):
-                for i, image in enumerate(images):
-                    _save(new / part / "good" / f"{i:03d}.png", image)
-            for sample in self.test():
-                _save(new / "test" / sample.kind / f"{sample.name}.png", sample.image)
-                if sample.kind != "good":
-                    mask = sample.mask.astype(np.uint8) * 255
-                    _save(new / "ground_truth" / sample.kind / f"{sample.name}_mask.png", mask)
-
     def _defective(self, kind: str, index: int, area: Grey, rng: np.random.Generator) -> Sample:
         other = self._others[int(rng.integers(len(self._others)))]
         crop, foreign = self._crops(area, 1, rng)[0], self._crops(other, 1, rng)[0]
@@ -240,8 +226,3 @@ class TextureSet:
 
     def _generator(self, part: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, PHOTOS.index(self.photo), part])
-
-
-def _save(path: Path, image: NDArray[np.uint8]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(image).save(path)

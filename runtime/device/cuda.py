@@ -5,7 +5,7 @@ pycuda has no graphs: with it, recording goes through cuda-bindings on the same 
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -201,8 +201,7 @@ class PyCudaDriver:
                 self._context.pop()
 
     def free_memory(self) -> int:
-        with self._refusing("asking for free memory"):
-            return int(self._drv.mem_get_info()[0])
+        return int(self._do("asking for free memory", self._drv.mem_get_info)[0])
 
     def allocate(self, nbytes: int) -> int:
         try:
@@ -220,40 +219,31 @@ class PyCudaDriver:
         return array
 
     def stream(self) -> Stream:
-        with self._refusing("making a stream"):
-            return self._drv.Stream(_NON_BLOCKING)  # type: ignore[no-any-return]
+        return self._do("making a stream", self._drv.Stream, _NON_BLOCKING)  # type: ignore[no-any-return]
 
     def event(self) -> Event:
-        with self._refusing("making an event"):
-            return self._drv.Event()
+        return self._do("making an event", self._drv.Event)
 
     def upload(self, to: int, array: NDArray[Any], stream: Stream) -> None:
-        with self._refusing("an upload"):
-            self._drv.memcpy_htod_async(to, array, stream)
+        self._do("an upload", self._drv.memcpy_htod_async, to, array, stream)
 
     def download(self, into: NDArray[Any], source: int, stream: Stream) -> None:
-        with self._refusing("a download"):
-            self._drv.memcpy_dtoh_async(into, source, stream)
+        self._do("a download", self._drv.memcpy_dtoh_async, into, source, stream)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
-        with self._refusing("a copy"):
-            self._drv.memcpy_dtod_async(to, source, nbytes, stream)
+        self._do("a copy", self._drv.memcpy_dtod_async, to, source, nbytes, stream)
 
     def record(self, event: Event, stream: Stream) -> None:
-        with self._refusing("recording an event"):
-            event.record(stream)
+        self._do("recording an event", event.record, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        with self._refusing("waiting for an event"):
-            stream.wait_for_event(event)  # type: ignore[attr-defined]
+        self._do("waiting for an event", stream.wait_for_event, event)  # type: ignore[attr-defined]
 
     def finish(self, event: Event) -> None:
-        with self._refusing("waiting for the card"):
-            event.synchronize()
+        self._do("waiting for the card", event.synchronize)
 
     def milliseconds(self, start: Event, end: Event) -> float:
-        with self._refusing("taking the time"):
-            return float(start.time_till(end))
+        return float(self._do("taking the time", start.time_till, end))
 
     def begin_capture(self, stream: Stream) -> None:
         self._graphs().begin(stream)
@@ -265,8 +255,7 @@ class PyCudaDriver:
         self._graphs().launch(graph, stream)
 
     def synchronise(self, stream: Stream) -> None:
-        with self._refusing("waiting for the card"):
-            stream.synchronize()  # type: ignore[attr-defined]
+        self._do("waiting for the card", stream.synchronize)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close; pycuda frees streams and events when nobody holds them any more, the context never."""
@@ -286,6 +275,10 @@ class PyCudaDriver:
         if self._recorder is None:
             raise BackendError("pycuda cannot record graphs: pip install cuda-bindings beside it")
         return self._recorder
+
+    def _do(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        with self._refusing(what):
+            return call(*arguments)
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:

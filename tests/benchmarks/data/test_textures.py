@@ -68,20 +68,6 @@ def test_the_test_set_does_not_depend_on_what_was_asked_before():
     assert all((a.image == b.image).all() for a, b in zip(asked.test(), TextureSet("brick").test(), strict=True))
 
 
-def test_the_folder_is_in_mvtec_layout(tmp_path):
-    data = TextureSet("brick")
-    data.write(tmp_path / "brick", training=5, calibration=4)
-    assert len(list((tmp_path / "brick/train/good").iterdir())) == 5
-    assert len(list((tmp_path / "brick/calibration/good").iterdir())) == 4
-    for sample in data.test():
-        stored = np.asarray(Image.open(tmp_path / "brick/test" / sample.kind / f"{sample.name}.png"))
-        assert (stored == sample.image).all()
-        mask = tmp_path / "brick/ground_truth" / sample.kind / f"{sample.name}_mask.png"
-        assert mask.exists() == (sample.kind != "good")
-        if mask.exists():
-            assert (np.asarray(Image.open(mask)) == sample.mask * 255).all()
-
-
 def test_missing_photographs_are_one_sentence(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match=r"no photograph 'sand'; choose one of brick, grass, gravel"):
         TextureSet("sand")
