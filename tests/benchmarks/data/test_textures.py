@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from mdps.benchmarks.data import textures
 from mdps.benchmarks.data.textures import TextureSet
