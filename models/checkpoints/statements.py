@@ -168,10 +168,10 @@ def network_fields(obj: Any, origin: str) -> dict[str, Any]:
 
 def _square(value: Any) -> int:
     """Read 64, or the [64, 64] of AnoDDPM's arguments."""
-    sides = {decode(int, side, "") for side in value} if isinstance(value, list | tuple) else {decode(int, value, "")}
+    sides = {decode(int, side, "") for side in (value if isinstance(value, list | tuple) else [value])}
     if len(sides) != 1:
         raise ValueError
-    return sides.pop()
+    return int(sides.pop())
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
@@ -184,7 +184,8 @@ def _of_type(kind: Any) -> Callable[[Any], Any]:
     return _numbers if get_origin(kind) is tuple else lambda value: decode(kind, value, "")
 
 
-_PARSERS = {one.name: _of_type(one.type) for one in fields(UNetConfig)} | {"image_size": _square}
+_PARSERS: dict[str, Callable[[Any], Any]] = {one.name: _of_type(one.type) for one in fields(UNetConfig)}
+_PARSERS["image_size"] = _square
 
 
 def _factors(value: Any, obj: Mapping[str, Any], origin: str) -> tuple[float, ...]:
