@@ -71,7 +71,7 @@ class BundlePredictor:
         arithmetic, product = options.arithmetic, options.product
         calibration, self._notes = _fitting(chosen, product, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
-        self._looked = self._left = 0
+        self._looked, self._left, self._tuning = 0, 0, chosen.tuning
         frozen = _frozen_range(chosen, product, calibration, arithmetic)
         self.settings = _without_needless_range(chosen, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
@@ -119,10 +119,12 @@ class BundlePredictor:
     @property
     def provenance(self) -> dict[str, object]:
         """Checkpoint and bundle with their hashes, settings, seed, versions here and at export, what computes."""
+        tuning = self._tuning
+        seen = self._shown() if tuning is None or tuning.photograph is None else tuning.photograph
         return {
             **self._detector.provenance,
-            "image_size": list(self._shown().network_size),
-            "backbone": self.settings.score.backbone if self.settings.score.stages else None,
+            "image_size": list(seen.network_size),
+            "backbone": self.settings.score.backbone if tuning or self.settings.score.stages else None,
             "backbone_sha256": self.manifest.network.get("backbone_weights_sha256"),
             "bundle_sha256": hashlib.sha256((self._bundle / FILE_NAME).read_bytes()).hexdigest(),
             "seed": self.settings.sampler.seed,

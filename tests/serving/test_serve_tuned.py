@@ -71,11 +71,14 @@ def test_an_evaluation_judges_as_tuned_unless_something_is_changed(bundle, make_
             return [score for score, _ in predictor(paths)], predictor
 
     scores, predictor = found()
-    threshold = Manifest.read(bundle).calibrations["default"].threshold
+    manifest = Manifest.read(bundle)
+    threshold = manifest.calibrations["default"].threshold
     assert (scores, predictor.threshold, predictor.notes) == (ours, threshold, ())
+    assert predictor.provenance["image_size"] == list(manifest.tunings["default"].photograph.network_size)
     for how in ({"tuned": False}, {"changes": lambda settings: settings}):
         scores, predictor = found(**how)
         assert (scores, predictor.threshold) == (theirs, None)
+        assert predictor.provenance["image_size"] == list(manifest.preprocessing.network_size)
         assert "calibrated for another detector" in predictor.notes[0]
     scores, _ = found(changes=lambda settings: replace(settings, sampler=replace(settings.sampler, samples=2)))
     assert scores not in (ours, theirs)
