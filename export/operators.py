@@ -6,6 +6,7 @@ An entry takes the graph, the tensors torch returned and the call's arguments, a
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,6 +242,12 @@ def _pad(
     return g.emit("Pad", [g.name(x), g.integers([b for b, _ in pairs] + [a for _, a in pairs]), *fill], mode=mode)
 
 
+def _scale(old: int, new: int) -> float:
+    """Return new / old in float32, rounded up where the inference of shapes, which cuts down, would lose a pixel."""
+    scale = np.float32(new / old)
+    return float(scale if int(old * float(scale)) == new else np.nextafter(scale, np.float32(np.inf)))
+
+
 @_operator("interpolate")
 def _resize(
     g: Graph, out: Sequence[Tensor], x: Tensor, *, mode: str, align_corners: bool | None, antialias: bool, **_: Any
@@ -249,7 +256,7 @@ def _resize(
         raise UnsupportedOperatorError(
             f"the exporter has no ONNX form of interpolation by {mode!r}, antialias {antialias}"
         )
-    scale = [new / old for new, old in zip(out[0].shape[2:], x.shape[2:], strict=True)]
+    scale = [_scale(old, new) for new, old in zip(out[0].shape[2:], x.shape[2:], strict=True)]
     how: dict[str, Any] = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     if mode == "bilinear":
         how = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if align_corners else "half_pixel"}

@@ -16,6 +16,7 @@ from mdps.export.score import Features, Score
 from mdps.export.tracer import record
 from mdps.models import oracle as o
 from mdps.models.backbones import load_backbone
+from mdps.runtime.engines.interface import open_session
 from mdps.runtime.settings import ScoreSettings, paper_settings, reference_settings
 
 ALPHAS = o.linear_schedule()
@@ -165,3 +166,21 @@ def test_a_map_of_pixels_alone_is_their_weighted_difference() -> None:
         found, _, _ = Score(None, settings)(samples, y, *[torch.tensor(v) for v in SCALARS.values()])
         each = 0.3 * ((samples - y[:, None]).abs() ** power).sum(dim=2, keepdim=True)
         torch.testing.assert_close(found, (each[:, 0] + each[:, 1] + each[:, 2]) / 3)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 5), (16, 64), (25, 64), (20, 49), (7, 61)])
+def test_a_graph_enlarges_to_the_size_that_torch_does(old: int, new: int, tmp_path: Path) -> None:
+    """The inference of shapes cuts old * scale down, and in float32 3 times 5/3 is 4.99..: no map of 5 goes beside."""
+
+    class Enlarge(nn.Module):
+        def forward(self, x: Tensor, large: Tensor) -> tuple[Tensor]:
+            enlarged = nn.functional.interpolate(x, [new, new], mode="bilinear", align_corners=False)
+            return (torch.cat([enlarged, large], dim=1),)
+
+    inputs = {"x": torch.rand(2, 1, old, old), "large": torch.rand(2, 1, new, new)}
+    model = record(Enlarge(), inputs, ["y"], dict.fromkeys(inputs, ("batch",)))
+    write(model, tmp_path / "a.onnx", WeightStore(tmp_path / "a.weights"))
+    session = open_session(tmp_path / "a.onnx")
+    found = session.run({name: tensor.numpy() for name, tensor in inputs.items()})["y"]
+    np.testing.assert_allclose(found, Enlarge()(**inputs)[0], atol=1e-5)
+    session.close()
