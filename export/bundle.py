@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mdps.export.engine import Builder
-from mdps.export.graph import WeightStore, autograd_operations, count_nodes, live_bytes, trace, write
+from mdps.export.graph import WeightStore, autograd_operations, count_nodes, live_bytes, write
 from mdps.export.norms import ByChannel, ByDepthwise, Grouped, NormForm
-from mdps.export.operators import UnsupportedOperatorError
 from mdps.export.options import ExportOptions
 from mdps.export.parity import ParityError, check_parity, engines_disagree
 from mdps.export.plans import add_plans
@@ -23,7 +22,7 @@ from mdps.export.precision import LayerErrors, Precision, emulated_bundle, in_pr
 from mdps.export.score import Features, Score
 from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
-from mdps.export.tracer import record
+from mdps.export.tracer import Say, record, recorded
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.models.checkpoints import Denoiser, load_denoiser, run_warnings
 from mdps.models.oracle_setup import oracle_of
@@ -48,7 +47,6 @@ from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
 
-Say = Callable[[str], None]
 FORMS = {row.form: row for row in ENGINES if row.norms or row.name == DEFAULT}
 """The engine that each form of the step graphs is written for."""
 _NORMS: dict[str, NormForm] = {"": Grouped(), "by-channel": ByChannel(), "by-depthwise": ByDepthwise()}
@@ -319,7 +317,7 @@ class _Writer:
         if backbone is not None:
             features = Features(backbone, backbone.mean, backbone.std, score.feature_size, score.pool).eval()
             observed = {f"observation_features_{i + 1}": f for i, f in enumerate(features(image))}
-            graph = self._graph(features, {"image": image}, list(observed), {"image": ("batch",)})
+            graph = recorded(features, {"image": image}, list(observed), {"image": ("batch",)}, self.say)
             self._write("features", graph, weights)
         samples = torch.stack([image, -image, 0.5 * image], dim=1)  # two images, three samples: no size is another's
         scalars = {"mask_lambda": 0.1, "mask_low": 0.0, "mask_high": 1.0, "mask_frozen": 0.0}
@@ -327,7 +325,7 @@ class _Writer:
         inputs |= {name: torch.tensor(value) for name, value in scalars.items()} | observed
         axes = dict.fromkeys(["observation", *observed], ("batch",)) | {"posterior_samples": ("batch", "samples")}
         module, outputs = Score(features, score).eval(), ["anomaly_map", "anomaly_score", "mask"]
-        self._write("score", self._graph(module, inputs, outputs, axes), weights)
+        self._write("score", recorded(module, inputs, outputs, axes, self.say), weights)
 
     def count_autograd(self) -> None:
         """Count torch's operations for the guided step, beside those of the graphs; nothing where no pass is guided."""
@@ -386,13 +384,6 @@ class _Writer:
         inputs |= {name: torch.tensor(value) for name, value in scalars.items()}
         outputs = ["x_s", "eps"] if role == PLAIN else ["x_s", "eps", "guidance_gradient"]
         self._write(role, record(module.eval(), inputs, outputs, BATCHED), weights, engine)
-
-    def _graph(self, module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: Any) -> onnx.ModelProto:
-        try:
-            return record(module, inputs, outputs, axes)
-        except UnsupportedOperatorError as reason:
-            self.say(f"{reason}: using torch's exporter")
-            return trace(module, inputs, outputs, axes)
 
     def _write(self, role: str, model: onnx.ModelProto, weights: WeightStore, engine: Engine = FORMS[""]) -> None:
         """Write a graph in the form of `engine`, the common one by default."""

@@ -19,7 +19,7 @@ import onnx
 import onnxslim
 import torch
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
-from onnx.external_data_helper import set_external_data
+from onnx.external_data_helper import ExternalDataInfo, set_external_data
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch.fx import Node
@@ -37,24 +37,41 @@ VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _NOTED = ("alias", "detach", "getitem", "lift_fresh_copy")  # in a trace; no engine would compute them
 
 
-class WeightStore:
-    """One external-data file that graphs share; identical tensors are stored once."""
+Place = tuple[str, int, int]
+"""File, offset and length of a tensor's bytes."""
 
-    def __init__(self, path: Path) -> None:
+
+class WeightStore:
+    """One external-data file that graphs share; identical tensors, and those at `known` places, are stored once."""
+
+    def __init__(self, path: Path, known: Mapping[str, Place] | None = None) -> None:
         self.path = path
-        self._places: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, Place] = dict(known or {})
         self._end = 0
 
-    def place(self, data: bytes) -> tuple[int, int]:
-        """Return (offset, length) of the bytes in the file, appended if they are new."""
+    def place(self, data: bytes) -> Place:
+        """Return where the bytes are, appended to the file if they are new."""
         key = hashlib.sha256(data).hexdigest()
         if key not in self._places:
             offset = -(-self._end // ALIGNMENT) * ALIGNMENT
             with self.path.open("r+b" if self.path.exists() else "w+b") as file:
                 _write_at(file, offset, data)
-            self._places[key] = (offset, len(data))
+            self._places[key] = (self.path.name, offset, len(data))
             self._end = offset + len(data)
         return self._places[key]
+
+
+def places(file: Path) -> dict[str, Place]:
+    """Return where the large constants of a graph are, by the hash of their bytes: `known` to a store beside it."""
+    found = {}
+    for tensor in onnx.load(str(file), load_external_data=False).graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            info = ExternalDataInfo(tensor)
+            with (file.parent / info.location).open("rb") as weights:
+                weights.seek(info.offset or 0)
+                key = hashlib.sha256(weights.read(info.length)).hexdigest()
+            found[key] = (info.location, info.offset or 0, info.length)
+    return found
 
 
 def _write_at(file: IO[bytes], offset: int, data: bytes) -> None:
@@ -108,9 +125,9 @@ def write(model: ModelProto, path: Path, weights: WeightStore) -> None:
     for tensor in model.graph.initializer:
         data = onnx.numpy_helper.to_array(tensor).tobytes()
         if len(data) >= INLINE_BYTES:
-            offset, length = weights.place(data)
+            location, offset, length = weights.place(data)
             tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data))
-            set_external_data(tensor, weights.path.name, offset, length)
+            set_external_data(tensor, location, offset, length)
             tensor.ClearField("raw_data")
     path.write_bytes(model.SerializeToString(deterministic=True))
     onnx.checker.check_model(str(path))

@@ -16,9 +16,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mdps.export.graph import trace
 from mdps.export.operators import OPERATORS, UnsupportedOperatorError
 from mdps.export.precision import FloatProducts, Watcher
 
+Say = Callable[[str], None]
 OPSET, IR_VERSION = 20, 9
 BFLOAT16_OPSET, BFLOAT16_IR_VERSION = 22, 10  # the first in which a convolution may be bfloat16
 _TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16}
@@ -133,6 +135,17 @@ def record(
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     model.producer_name = "mdps"
     return without_dead_ends(_without_identities(model))
+
+
+def recorded(
+    module: nn.Module, inputs: dict[str, Tensor], outputs: Sequence[str], axes: Mapping[str, Sequence[str]], say: Say
+) -> ModelProto:
+    """Return what `record` does; where it does not know an operator, say so and take torch's own exporter."""
+    try:
+        return record(module, inputs, outputs, axes)
+    except UnsupportedOperatorError as reason:
+        say(f"{reason}: using torch's exporter")
+        return trace(module, inputs, outputs, axes)
 
 
 def _value(name: str, tensor: Tensor, axes: Sequence[str]) -> onnx.ValueInfoProto:

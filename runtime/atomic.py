@@ -24,7 +24,7 @@ def _temporary(path: Path) -> Path:
     return path.parent / f"{_MARK}{uuid.uuid4().hex[:12]}"
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush one file to the disk (read-write, because Windows refuses to flush a read-only handle)."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
@@ -90,7 +90,7 @@ def new_folder(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                _sync(file)
+                sync(file)
         _move_in(temporary, path, replace=replace)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -92,12 +92,16 @@ class PhotographFeatures(nn.Module):
         return tuple(features[index] for index in self.chosen)
 
 
-class ResidualFeatures(PhotographFeatures):
+class ResidualFeatures(nn.Module):
     """observation [B, 3, H, W], posterior_samples [B, N_s, 3, H, W] -> features of the one less the others' mean."""
 
+    def __init__(self, features: PhotographFeatures) -> None:
+        super().__init__()
+        self.features = features
+
     def forward(self, observation: Tensor, posterior_samples: Tensor) -> tuple[Tensor, ...]:
-        ours = super().forward(observation)
-        theirs = super().forward(posterior_samples.flatten(0, 1))
+        ours = self.features(observation)
+        theirs = self.features(posterior_samples.flatten(0, 1))
         shape = posterior_samples.shape[:2]
         return tuple(a - b.reshape(*shape, *b.shape[1:]).mean(dim=1) for a, b in zip(ours, theirs, strict=True))
 
@@ -109,7 +113,7 @@ def photograph_features(backbone: Backbone, stages: Sequence[int]) -> Photograph
 
 def residual_features(backbone: Backbone, view: View) -> ResidualFeatures:
     """Return the module of the residual of features."""
-    return ResidualFeatures(backbone, view.stages, view.size)
+    return ResidualFeatures(PhotographFeatures(backbone, view.stages, view.size))
 
 
 class Residual(nn.Module):
@@ -146,8 +150,8 @@ class Distance(nn.Module):
 class Position(Distance):
     """Mahalanobis distance to a Gaussian of each position.
 
-    The covariance has its top directions l_j, u_j and one variance r for all others, so that the square of the distance
-    is |x|^2 / r - sum_j (u_j x)^2 (1/r - 1/l_j). It is exact where no direction beyond them has a variance of its own.
+    Where all directions u_j and their variances l_j take too much room, the top ones keep theirs and all others have
+    their mean r, so that the square of the distance is |x|^2 / r - sum_j (u_j x)^2 (1/r - 1/l_j).
     """
 
     mean: Tensor
@@ -156,20 +160,21 @@ class Position(Distance):
 
     def __init__(self, statistic: Statistic, patches: NDArray[np.float32]) -> None:
         super().__init__(statistic)
-        images, channels, positions = patches.shape
+        _, channels, positions = patches.shape
         mean = patches.mean(axis=0, dtype=np.float64)
         ridge = _ridge(patches.var(axis=0, ddof=1, dtype=np.float64))
-        count = min(channels - 1, images - 1, max(1, POSITION_BYTES // (4 * positions * channels)))
+        count = max(1, min(channels, POSITION_BYTES // (4 * positions * channels)))
+        self.full = count == channels
         rows = [_directions(patches[:, :, p] - mean[:, p], count, ridge) for p in range(positions)]
         self.register_buffer("mean", _float(mean.reshape(1, channels, positions)))
         self.register_buffer("directions", _float(np.stack([directions for directions, _ in rows])))
         self.register_buffer("precision", _float(np.array([precision for _, precision in rows])[None]))
 
     def squared(self, features: Tensor) -> Tensor:
-        # A matrix of its own for each image and position: how many images share a batch changes no bit.
         centred = (features.flatten(2) - self.mean).transpose(1, 2)
-        along = torch.matmul(centred.unsqueeze(2), self.directions)
-        return (centred * centred).sum(dim=2) * self.precision - (along * along).sum(dim=(2, 3))
+        along = torch.matmul(centred.transpose(0, 1), self.directions)  # [positions, B, directions]
+        squared = (along * along).sum(dim=2).transpose(0, 1)
+        return squared if self.full else (centred * centred).sum(dim=2) * self.precision - squared
 
 
 class Shared(Distance):
@@ -308,16 +313,11 @@ def _ridge(variance: Array) -> float:
 
 
 def _directions(centred: Array, count: int, ridge: float) -> tuple[Array, float]:
-    """Return the top directions [C, count] of rows [N, C], scaled as `Position` needs them, and 1 / r."""
-    images, channels = centred.shape
-    if images < channels:  # the same eigenvalues, by the smaller of the two products
-        values, vectors = np.linalg.eigh(centred @ centred.T / (images - 1))
-        along = centred.T @ vectors[:, -count:]
-        vectors = along / np.maximum(np.linalg.norm(along, axis=0), 1e-300)
-        values = np.concatenate([np.zeros(channels - images), values])
-    else:
-        values, vectors = np.linalg.eigh(centred.T @ centred / (images - 1))
+    """Return the top directions [C, count] of rows [N, C], scaled as `Position` needs them, and 1 / r; 0 with all."""
+    values, vectors = np.linalg.eigh(centred.T @ centred / (len(centred) - 1))
     variances = np.maximum(values, 0) + ridge
+    if count == len(variances):
+        return vectors / np.sqrt(variances), 0.0
     precision = 1 / variances[:-count].mean()
     return vectors[:, -count:] * np.sqrt(np.maximum(precision - 1 / variances[-count:], 0)), float(precision)
 
