@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mdps.commands.fields import fields
+from mdps.commands.fields import fields, settings
 from mdps.commands.options import TRACEBACK
 from mdps.commands.terminal import needs, say, spoken_warnings
 from mdps.training.config import TrainingConfig, paper_recipe, small_recipe
@@ -38,6 +38,7 @@ Exit code: 130 where Ctrl-C or SIGTERM ended the run, after a checkpoint for --r
 )  # fmt: skip
 @click.option("--base", type=click.IntRange(1), help="Channels of the first level [default: 64, small: 32].")
 @fields(TrainingConfig, recipes={"paper": paper_recipe(), "small": small_recipe()})
+@settings(TrainingConfig, of="what is seldom changed (the defaults it lists are the paper's)")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share each batch, here.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its own settings.")
@@ -57,6 +58,7 @@ def train(
     FOLDER holds them, or is a category of MVTec AD, BTAD, VisA, .. whose training images are taken. Leaves
     denoiser.safetensors in --out, ready for `mdps export`, and what docs/use/training.md lists.
     """
+    options |= options.pop("settings")
     if options["steps"] and options["epochs"]:
         raise click.UsageError("a run is so many --steps or so many --epochs long: give one of them")
     with needs("train"):

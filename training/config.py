@@ -53,14 +53,14 @@ class TrainingConfig:
     batch: Annotated[int, Option("Images a step, of all processes together.", low=1)] = 8
     optimizer: Annotated[Literal["adam", "adamw"], Option("What changes the weights.")] = "adam"
     learning_rate: Annotated[float, Option("The largest of the run.", low=0, above=True)] = 1e-4
-    weight_decay: Annotated[float, Option("Added to the gradient by adam, taken from the weights by adamw.", low=0)] = (
-        5e-2
-    )
-    decay: Annotated[Literal["constant", "linear", "cosine"], Option("Of the learning rate.")] = "constant"
-    warmup: Annotated[int, Option("Steps the rate rises over.", low=0)] = 0
-    clip: Annotated[float | None, Option("Largest norm of the gradient.", low=0, above=True)] = None
+    weight_decay: Annotated[
+        float, Option("Added to the gradient by adam, taken from the weights by adamw.", low=0, seldom=True)
+    ] = 5e-2
+    decay: Annotated[Literal["constant", "linear", "cosine"], Option("Of the learning rate.", seldom=True)] = "constant"
+    warmup: Annotated[int, Option("Steps the rate rises over.", low=0, seldom=True)] = 0
+    clip: Annotated[float | None, Option("Largest norm of the gradient.", low=0, above=True, seldom=True)] = None
     ema: Annotated[float, Option("Decay of the weights' average that is kept; 0 keeps the last.", low=0, high=1)] = 0.0
-    weighting: Annotated[Literal["uniform", "min-snr"], Option("Of the loss.")] = "uniform"
+    weighting: Annotated[Literal["uniform", "min-snr"], Option("Of the loss.", seldom=True)] = "uniform"
     low_share: Annotated[float, Option("Share of timesteps drawn below 260, where sampling works.", low=0, high=1)] = (
         0.0
     )
@@ -70,12 +70,16 @@ class TrainingConfig:
     rotate: Annotated[bool, Option("Parts may be turned by quarters.")] = False
     shift: Annotated[int, Option("Parts may be moved by so many pixels, edges mirrored.", low=0)] = 0
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Option("What the network computes in.")] = "fp32"
-    compile: Annotated[bool, Option("Compile the network with torch first.")] = False
+    compile: Annotated[bool, Option("Compile the network with torch first.", seldom=True)] = False
     seed: Annotated[int, Option("Of all that is drawn.", low=0)] = 0
     log_every: Annotated[int, Option("Steps between lines of the log.", low=1)] = 100
-    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", low=1)] = 1000
-    checkpoint_minutes: Annotated[float, Option("Or minutes, whichever comes first.", low=0, above=True)] = 5.0
-    sample_every: Annotated[int, Option("Steps between reconstructions to look at; 0: only at the end.", low=0)] = 1000
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints.", low=1, seldom=True)] = 1000
+    checkpoint_minutes: Annotated[
+        float, Option("Or minutes, whichever comes first.", low=0, above=True, seldom=True)
+    ] = 5.0
+    sample_every: Annotated[
+        int, Option("Steps between reconstructions to look at; 0: only at the end.", low=0, seldom=True)
+    ] = 1000
     samples: int = 4  # reconstructions shown
     snr_limit: float = 5.0  # of min-snr
     low_limit: int = 260

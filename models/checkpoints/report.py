@@ -117,7 +117,7 @@ def _warm_up(notes: Mapping[str, Any]) -> Iterator[str]:
     steps = notes.get("steps")
     if type(steps) is int and type(warmup) is int and 0 < steps <= warmup:
         yield (
-            f"the training ended after {steps} steps, within the {warmup} of its warm-up (--warmup), in which the "
+            f"the training ended after {steps} steps, within the {warmup} of its warm-up (--set warmup=), in which the "
             "learning rate only rises: go on for longer"
         )
 

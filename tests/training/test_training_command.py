@@ -40,7 +40,8 @@ def settings(out: Path) -> dict:
 
 def test_a_folder_becomes_a_denoiser_and_the_next_command_is_named(tmp_path, capsys):
     good, out = images(tmp_path / "good"), tmp_path / "run"
-    options = ["--epochs", "1", "--ema", "0.5", "--rotate", "--shift", "2", "--clip", "1", "--weighting", "min-snr"]
+    options = ["--epochs", "1", "--ema", "0.5", "--rotate", "--shift", "2", "--set", "clip=1"]
+    options += ["--set", "weighting=min-snr"]
     assert run(cli, ["train", str(good), "--out", str(out), *SMALL, *options]) == 0
     said = capsys.readouterr()
     loss = outcome(out).loss
@@ -81,7 +82,7 @@ def test_resume_takes_what_the_run_was_begun_with(tmp_path, capsys):
         (["--image-size", "32"], "begun with --image-size 16, not 32"),
         (["--crop-size", "0"], "begun with --crop-size 8, not 0"),
         (["--base", "64"], "begun with --base 32, not 64"),
-        (["--decay", "linear"], "begun with decay = cosine, not linear"),
+        (["--set", "decay=linear"], "begun with decay = cosine, not linear"),
     ):
         assert run(cli, ["train", str(good), "--out", str(out), "--resume", "--device", "cpu", *given]) == 2
         assert words in capsys.readouterr().err
