@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "Fit a denoiser to images of good parts.",
     "export": "Turn a checkpoint into a bundle.",
     "calibrate": "Set a bundle's threshold from images of good parts.",
+    "tune": "Choose the detector that fits the parts, within a time.",
     "predict": "Judge images: verdicts, maps, pictures, a report.",
     "serve": "Judge images over HTTP, and show them on a page.",
     "single-file": "Write a bundle as one ONNX file.",

@@ -12,7 +12,7 @@ import mdps
 from mdps.cli import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training")
+PACKAGES = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training", "tuning")
 SOURCES = [
     ROOT / "__init__.py",
     ROOT / "cli.py",
@@ -115,7 +115,7 @@ def commands(group: click.Group) -> Iterator[click.Command]:
 
 
 def test_the_options_of_all_commands_are_few() -> None:
-    assert len(list(commands(cli))) == 16
+    assert len(list(commands(cli))) == 17
     options = [
         f"{command.name} {p.name}" for command in commands(cli) for p in command.params if p.param_type_name == "option"
     ]

@@ -1,0 +1,49 @@
+"""`mdps tune`: parses, calls, prints."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mdps.commands.fields import fields, settings
+from mdps.commands.options import AS_JSON, BUNDLE, FALSE_ALARM_RATE, TRACEBACK
+from mdps.commands.terminal import needs, print_values, say, spoken_warnings
+from mdps.runtime.bundle import LoadOptions
+from mdps.runtime.option import build
+from mdps.tuning.options import TuneOptions
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  mdps tune bundle good/
+  mdps tune bundle good_blue/ --product blue --budget-ms 50
+\b
+Run it again after a stop: it goes on. `mdps tune --set help` lists what is seldom set."""
+)
+@BUNDLE
+@click.argument("good_folder", type=click.Path(path_type=Path))
+@fields(TuneOptions)
+@FALSE_ALARM_RATE
+@fields(LoadOptions, only=["product", "threads", "engine"])
+@settings(TuneOptions, of="what is seldom needed")
+@AS_JSON
+@TRACEBACK
+def tune(
+    bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, settings: dict[str, Any], **options: Any
+) -> None:
+    """Choose the detector that fits these parts within a time, by defects put into images of good ones.
+
+    Tries statistics of good parts, reconstructions of few calls and sums of both, and stores the best in the bundle,
+    calibrated. Use images that took no part in training, never those of a test; a part of them is held out by itself.
+    """
+    with needs("export", "cpu"):
+        from mdps.tuning.tune import tune as search
+    names = {name: options.pop(name) for name in ("product", "threads", "engine")}
+    with spoken_warnings():
+        how = build(TuneOptions, options | settings)
+        found = search(bundle, good_folder, how, build(LoadOptions, names), false_alarm_rate, say)
+    if as_json:
+        print_values(found.to_json(), as_json)
+        return
+    print_values(found.told(), as_json)

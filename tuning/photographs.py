@@ -1,0 +1,168 @@
+"""Photographs of good parts, read once: some are fitted to, some held out, and of these some get synthetic defects."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.runtime.errors import CalibrationError, ImageError
+from mdps.runtime.image_files import known_headers
+from mdps.runtime.pictures import describe, read_image
+from mdps.runtime.preprocessing import Picture, Preprocessing, to_uint8, to_unit
+from mdps.serving.defects import plan
+from mdps.serving.fitness import defective
+from mdps.tuning.value import reduced
+
+SEED = 17
+SIDE = 256  # of the largest view
+FEWEST, FEW = 5, 40
+MOST_FITTED, MOST_HELD = 400, 100  # more cost time and memory and change nothing that was measured
+FITTED = 0.6  # share of the images
+PER_KIND = 6
+
+Images = NDArray[np.uint8]
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which of the files are fitted to, and which are held out: for the scale of the terms, and for defects."""
+
+    fit: tuple[int, ...]
+    scale: tuple[int, ...]
+    bearing: tuple[int, ...]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """All that took no part in the fit."""
+        return (*self.scale, *self.bearing)
+
+
+def split(count: int, seed: int = SEED) -> Split:
+    """Part `count` images at random: about 60 % to fit, 20 % for the scale, 20 % for defects.
+
+    CalibrationError below FEWEST, where no part of them says anything of the others.
+    """
+    if count < FEWEST:
+        raise CalibrationError(f"{count} good images are too few to tune on: give at least {FEWEST}, better 100")
+    order = np.random.default_rng(seed).permutation(count).tolist()
+    held = max(2, round((1 - FITTED) * count))
+    rest, fit = order[:held], order[held:]
+    return Split(tuple(sorted(fit)), tuple(sorted(rest[: held // 2])), tuple(sorted(rest[held // 2 :])))
+
+
+def doubt_of(count: int) -> str:
+    """Return a sentence where the choice rests on few images; empty where it does not."""
+    if count >= FEW:
+        return ""
+    held = len(split(count).held)
+    return (
+        f"{count} good images are few: the choice among candidates rests on {held} of them that were held out, and the "
+        f"threshold too; with {FEW} or more both are steadier"
+    )
+
+
+def photograph(bundle: Preprocessing, size: int) -> Preprocessing:
+    """Return what shows a picture as the bundle's preprocessing does, but at `size` x `size` pixels."""
+    if bundle.crop != "input" or bundle.crop_size is None:
+        return Preprocessing((size, size), roi=bundle.roi)
+    height, width = (max(size, round(side * size / bundle.crop_size)) for side in bundle.image_size)
+    return replace(bundle, image_size=(height, width), crop_size=size)
+
+
+def side_of(paths: Sequence[Path], bundle: Preprocessing) -> int:
+    """Return the usual side of the photographs as far as the bundle shows them, at most SIDE.
+
+    It is a multiple of 8, so that maps of features have whole pixels.
+    """
+    sides = []
+    for header in known_headers(paths)[1]:
+        with suppress(ImageError):  # said with all others that cannot be read
+            left, top, right, bottom = bundle.covered_box(header.size)
+            sides.append(min(right - left, bottom - top))
+    return max(8, int(min(SIDE, np.median(sides) if sides else SIDE)) // 8 * 8)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Pictures as the network sees them, and as its features do, by the side of that view: uint8 [n, H, W, 3]."""
+
+    images: Images
+    photographs: dict[int, Images]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def observations(self) -> Array:
+        """Float32 [n, 3, H, W] in [-1, 1]."""
+        return _unit(self.images)
+
+    def photograph(self, size: int) -> Array:
+        """Float32 [n, 3, size, size] in [-1, 1]."""
+        return _unit(self.photographs[size])
+
+
+def _unit(images: Images) -> Array:
+    return np.stack([to_unit(image) for image in images])
+
+
+def see(pictures: Iterable[Picture], bundle: Preprocessing, sizes: Sequence[int]) -> Seen:
+    """Decode each picture once and keep its views; ImageError names up to five that cannot be read."""
+    views = [bundle, *(photograph(bundle, size) for size in sizes)]
+    kept: list[list[Images]] = [[] for _ in views]
+    faults: list[str] = []
+    for picture in pictures:
+        try:
+            rgb, name = read_image(picture), describe(picture)
+            found = [view.view(rgb, name) for view in views]
+        except ImageError as error:
+            faults.append(str(error))
+            continue
+        for one, array in zip(kept, found, strict=True):
+            one.append(to_uint8(array))
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ImageError(
+            f"{len(faults)} of {len(faults) + len(kept[0])} images cannot be read, and a tuning uses all of them or "
+            f"none: {'; '.join(faults[:5])}{more}"
+        )
+    images, *photographs = (np.stack(one) for one in kept)
+    return Seen(images, dict(zip(sizes, photographs, strict=True)))
+
+
+@dataclass(frozen=True)
+class Defects:
+    """Photographs with a synthetic defect each, as they are seen, and where it is: masks [m, H, W] of the network's."""
+
+    kinds: tuple[str, ...]
+    sizes: tuple[str, ...]
+    seen: Seen
+    masks: NDArray[np.bool_]
+
+
+def defects(
+    paths: Sequence[Path], bundle: Preprocessing, sizes: Sequence[int], per_kind: int = PER_KIND, seed: int = SEED
+) -> Defects:
+    """Put every kind of defect `per_kind` times into these photographs, all by one seed."""
+    rows = plan(len(paths), per_kind, seed)
+    masks: list[NDArray[np.bool_]] = []
+
+    def drawn() -> Iterator[Images]:
+        for index, row in enumerate(rows):
+            one = defective(bundle, paths, row, [seed, index])
+            masks.append(reduced(_covered(one.mask, bundle), bundle.network_size))
+            yield one.image
+
+    seen = see(drawn(), bundle, sizes)
+    return Defects(tuple(kind for kind, *_ in rows), tuple(size for _, size, *_ in rows), seen, np.stack(masks))
+
+
+def _covered(mask: NDArray[np.bool_], bundle: Preprocessing) -> NDArray[np.bool_]:
+    """Return the part of a photograph's mask that the network sees."""
+    left, top, right, bottom = bundle.covered_box((mask.shape[1], mask.shape[0]))
+    rows, columns = slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
+    return mask[rows, columns]

@@ -1,0 +1,263 @@
+"""The search: what is tried in which order, within the time there is, and which candidate is chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from mdps.models.backbones import Backbone
+from mdps.runtime.settings import SamplerSettings
+from mdps.tuning.candidates import BLURS, KINDS, WEIGHTS, Candidate, Raw, Tried
+from mdps.tuning.compiled import Machine, Results
+from mdps.tuning.photographs import Seen
+from mdps.tuning.reconstruct import Reconstruction, Reconstructor
+from mdps.tuning.statistics import (
+    Blur,
+    Distance,
+    Pixels,
+    Statistic,
+    View,
+    fit,
+    fit_pixels,
+    photograph_features,
+    residual_features,
+)
+from mdps.tuning.value import TIE, Truth
+from mdps.tuning.work import Arrays, Work
+
+MINUTES = 15.0
+BEST_SAMPLERS = 2  # of which the residual's features are tried
+BEST_TERMS = 3  # of the photograph, and of a reconstruction, that are summed in pairs
+RECONSTRUCTED = 60  # good images to fit the statistics of a reconstruction to
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The pictures of a search: what is fitted to, what is held out (`count` for the scale first), and defects."""
+
+    fit: Seen
+    held: Seen
+    bad: Seen
+    count: int
+    truth: Truth
+
+
+@dataclass
+class Search:
+    """Tries terms and candidates one after another; what no time was left for is named in `left_out`."""
+
+    images: Images
+    backbone: Callable[[tuple[int, ...]], Backbone]
+    reconstructor: Reconstructor | None
+    work: Work
+    machine: Machine = field(default_factory=Machine)
+    minutes: float = MINUTES
+    progress: Callable[[str], object] = lambda _: None
+    tried: list[Tried] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def run(self, views: Sequence[View]) -> None:
+        """Try everything, what is cheap first."""
+        for view in views:
+            self._within(f"statistics of the photograph at {_named(view)}", lambda view=view: self._photographs(view))
+        if self.reconstructor:
+            for name, sampler in self.reconstructor.samplers.items():
+                self._within(name, lambda name=name, sampler=sampler: self._reconstruction(name, sampler))
+            for name in self._best_samplers():
+                self._within(f"features of the residual, {name}", lambda name=name: self._residual(name))
+            self._within("sums of two terms", self._pairs)
+
+    def _within(self, name: str, do: Callable[[], None]) -> None:
+        if self.work.seconds >= 60 * self.minutes:
+            self.left_out.append(name)
+            return
+        self.progress(name)
+        do()
+
+    def _add(self, *raws: Raw, weights: tuple[float, ...] = (1.0,)) -> None:
+        scales = [raw.scale(self.images.count) for raw in raws]
+        if all(low < high for low, high in scales):
+            self.tried.append(Tried.of(Candidate(raws, weights), self.images.truth, self.images.count))
+
+    # Statistics of the photograph
+
+    def _photographs(self, view: View) -> None:
+        made = self.work.keep(f"photograph {view}", lambda: self._of_photographs(view))
+        source = {f"features of the photograph at {_named(view)}": float(made["ms"])}
+        for kind in KINDS:
+            name = f"{kind}, {_named(view)}"
+            self._blurred(made, Statistic(kind, "photograph", view, 0.0), name, source)
+
+    def _of_photographs(self, view: View) -> Arrays:
+        module = photograph_features(self.backbone(view.stages), view.stages)
+        made = self.machine.run(module, *([seen.photograph(view.size)] for seen in self._seen()))
+        return self._distances(made.sets, "photograph", view) | {"ms": np.asarray(made.ms)}
+
+    def _seen(self) -> tuple[Seen, Seen, Seen]:
+        return self.images.fit, self.images.held, self.images.bad
+
+    def _distances(self, features: Sequence[Sequence[Array]], of: Any, view: View) -> Arrays:
+        """Return raw maps by every kind of statistic, given the features of what is fitted to, of good and of bad."""
+        found: Arrays = {}
+        for kind in KINDS:
+            module = fit(Statistic(kind, of, view, 0.0), [torch.from_numpy(stage) for stage in features[0]])
+            found |= _maps(kind, self.machine.run(module, *features[1:]))
+        return found
+
+    def _blurred(self, made: Arrays, statistic: Statistic, name: str, sources: dict[str, float], **more: Any) -> None:
+        kind = statistic.kind
+        parts = sources | {name: float(made[f"{kind} ms"])}
+        for blur in BLURS:
+            good, bad = (_blur(made[f"{kind} {which}"], blur) for which in ("good", "bad"))
+            called = f"{name}, blur {blur:g}" if blur else name
+            chosen = replace(statistic, blur=blur)
+            self._add(Raw(called, kind, statistic.of, blur, parts, good, bad, statistic=chosen, **more))
+
+    # Reconstructions
+
+    def _reconstruction(self, name: str, sampler: SamplerSettings) -> None:
+        made = self.work.keep(name, lambda: self._of_reconstruction(sampler))
+        score = {name: float(made["ms"]), f"the map, {name}": float(made["score ms"])}
+        good, bad = made["map good"], made["map bad"]
+        self._add(Raw(f"map, {name}", "map", "reconstruction", 0.0, score, good, bad, sampler=name))
+        for blur in BLURS:
+            called = f"pixels, {name}" + (f", blur {blur:g}" if blur else "")
+            parts = self._needed(name) | {called: float(made[f"pixels {blur} ms"])}
+            good, bad = made[f"pixels {blur} good"], made[f"pixels {blur} bad"]
+            self._add(Raw(called, "pixels", "reconstruction", blur, parts, good, bad, sampler=name))
+
+    def _of_reconstruction(self, sampler: SamplerSettings) -> Arrays:
+        fitted, *others = self._reconstructed(sampler)
+        found: Arrays = {"map good": others[0].maps, "map bad": others[1].maps}
+        found |= {"ms": np.asarray(others[0].ms), "score ms": np.asarray(others[0].score_ms)}
+        y, *observed = (seen.observations for seen in self._seen())
+        for blur in BLURS:
+            module = fit_pixels(torch.from_numpy(y[: len(fitted.samples)]), torch.from_numpy(fitted.samples), blur)
+            inputs = [[images, one.samples] for images, one in zip(observed, others, strict=True)]
+            found |= _maps(f"pixels {blur}", self.machine.run(module, *inputs))
+        return found
+
+    def _reconstructed(self, sampler: SamplerSettings) -> list[Reconstruction]:
+        assert self.reconstructor is not None
+        fitted = self.images.fit.observations[:RECONSTRUCTED]
+        return self.reconstructor.run(sampler, fitted, self.images.held.observations, self.images.bad.observations)
+
+    def _best_samplers(self) -> list[str]:
+        best: dict[str, float] = {}
+        for one in self.tried:
+            name = one.candidate.raws[0].sampler
+            if name:
+                best[name] = max(best.get(name, 0.0), one.value)
+        return sorted(best, key=lambda name: -best[name])[:BEST_SAMPLERS]
+
+    def _residual(self, name: str) -> None:
+        assert self.reconstructor is not None
+        view, sampler = self.reconstructor.view, self.reconstructor.samplers[name]
+        made = self.work.keep(f"residual, {name}", lambda: self._of_residual(sampler, view))
+        (source,) = [
+            one.candidate.raws[0].sources for one in self.tried if one.candidate.raws[0].name == f"pixels, {name}"
+        ]
+        sources = {part: ms for part, ms in source.items() if not part.startswith("pixels")}
+        sources |= {f"features of the residual, {name}": float(made["ms"])}
+        for kind in KINDS:
+            statistic = Statistic(kind, "residual", view, 0.0)
+            self._blurred(made, statistic, f"{kind} of the residual, {name}", sources, sampler=name)
+
+    def _of_residual(self, sampler: SamplerSettings, view: View) -> Arrays:
+        inputs = [
+            [seen.observations[: len(one.samples)], one.samples]
+            for seen, one in zip(self._seen(), self._reconstructed(sampler), strict=True)
+        ]
+        made = self.machine.run(residual_features(self.backbone(view.stages), view), *inputs)
+        return self._distances(made.sets, "residual", view) | {"ms": np.asarray(made.ms)}
+
+    def _needed(self, name: str) -> dict[str, float]:
+        """Return the parts that samples by this sampler need: where it has a second pass, its mask's map too."""
+        assert self.reconstructor is not None
+        made = self.work.keep(name, dict)
+        parts = {name: float(made["ms"])}
+        if self.reconstructor.samplers[name].masked_pass:
+            parts |= {f"the map, {name}": float(made["score ms"])}
+        return parts
+
+    def fitted(self, raw: Raw) -> Distance | Pixels | None:
+        """Return the module of a term, fitted as it was tried; None for the map of a reconstruction."""
+        if raw.kind == "map":
+            return None
+        if raw.view:
+            module = photograph_features(self.backbone(raw.view.stages), raw.view.stages)
+            return self._fit(raw, module, [self.images.fit.photograph(raw.view.size)])
+        assert self.reconstructor is not None
+        y = self.images.fit.observations[:RECONSTRUCTED]
+        (made,) = self.reconstructor.run(self.reconstructor.samplers[raw.sampler], y)
+        if raw.statistic is None:
+            return fit_pixels(torch.from_numpy(y), torch.from_numpy(made.samples), raw.blur)
+        view = raw.statistic.view
+        return self._fit(raw, residual_features(self.backbone(view.stages), view), [y, made.samples])
+
+    def _fit(self, raw: Raw, features: nn.Module, inputs: Sequence[Array]) -> Distance:
+        assert raw.statistic is not None
+        (made,) = self.machine.run(features, inputs).sets
+        return fit(raw.statistic, [torch.from_numpy(stage) for stage in made])
+
+    def sampler(self, candidate: Candidate) -> SamplerSettings | None:
+        """Return the one that reconstructs for a candidate, None where none does."""
+        name = next((raw.sampler for raw in candidate.raws if raw.sampler), "")
+        return self.reconstructor.samplers[name] if self.reconstructor and name else None
+
+    # Sums
+
+    def _pairs(self) -> None:
+        alone = sorted((one for one in self.tried if len(one.candidate.raws) == 1), key=lambda one: -one.value)
+        raws = [one.candidate.raws[0] for one in alone]
+        ours = _unlike([raw for raw in raws if raw.of == "photograph"])
+        theirs = _unlike([raw for raw in raws if raw.of != "photograph"])
+        for mine in ours:
+            for other in theirs:
+                for weights in WEIGHTS:
+                    self._add(mine, other, weights=weights)
+
+
+def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
+    """Return the best of those within the budget, of equals (TIE) the cheaper, then the simpler; None for none.
+
+    The cheaper: by more than a tenth, for times differ by that from one measurement to the next.
+    """
+    eligible = [one for one in tried if one.ms <= budget_ms]
+    if not eligible:
+        return None
+    best = max(one.value for one in eligible)
+    equal = [one for one in eligible if one.value >= best - TIE]
+    cheapest = min(one.ms for one in equal)
+    cheap = [one for one in equal if one.ms <= 1.1 * cheapest]
+    return min(cheap, key=lambda one: (len(one.candidate.raws), -one.value))
+
+
+def _unlike(raws: Sequence[Raw]) -> list[Raw]:
+    """Return the first few of which no two differ by their blur alone."""
+    first: dict[tuple[Any, ...], Raw] = {}
+    for raw in raws:
+        first.setdefault((raw.kind, raw.view, raw.sampler, raw.of), raw)
+    return list(first.values())[:BEST_TERMS]
+
+
+def _named(view: View) -> str:
+    return f"{view.size} pixels, stages {','.join(map(str, view.stages))}"
+
+
+def _maps(name: str, made: Results) -> Arrays:
+    """Return the raw maps of good images and of defects under this name, and their time."""
+    (good,), (bad,) = made.sets
+    return {f"{name} good": good[:, 0], f"{name} bad": bad[:, 0], f"{name} ms": np.asarray(made.ms)}
+
+
+@torch.inference_mode()
+def _blur(maps: Array, sigma: float) -> Array:
+    found: Array = Blur(maps.shape[1:], sigma)(torch.from_numpy(maps)[:, None])[:, 0].numpy()
+    return found

@@ -1,0 +1,259 @@
+"""A bundle and a folder of good parts: the search, the tuning in the bundle, its calibration and its fitness."""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mdps.models.backbones import Backbone, load_backbone
+from mdps.runtime.atomic import writing
+from mdps.runtime.bundle import Bundle, LoadOptions
+from mdps.runtime.calibration import Calibration, calibrate
+from mdps.runtime.detector import Detector
+from mdps.runtime.errors import MdpsError, UsageError, require
+from mdps.runtime.fitness import Fitness
+from mdps.runtime.image_files import find_images, odd_pictures
+from mdps.runtime.loading import open_detector
+from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.runtime.pipeline import Inspector
+from mdps.runtime.preprocessing import Observations
+from mdps.serving.fitness import measure
+from mdps.tuning.candidates import TOP, Candidate, Tried, views
+from mdps.tuning.compiled import Machine
+from mdps.tuning.evidence import evidence
+from mdps.tuning.graphs import Fitted, Fused, write
+from mdps.tuning.options import TuneOptions
+from mdps.tuning.photographs import Defects, Split, defects, doubt_of, photograph, see, side_of, split
+from mdps.tuning.reconstruct import Reconstructor
+from mdps.tuning.search import Images, Search, choose
+from mdps.tuning.value import Truth
+from mdps.tuning.work import Work, hash_of
+
+TESTS, BESIDE = ("test", "ground_truth"), ("train", "ground_truth")
+TIMED = 15  # images by which the chosen detector's time is measured
+SLACK = 1.1  # of the budget: the parts' times were measured one after another
+
+Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The synthetic defects of the search as the tuned detector judged them: scores [m] and maps [m, H, W]."""
+
+    defects: Defects
+    scores: NDArray[np.float32]
+    maps: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a tuning found."""
+
+    chosen: Tried
+    search: Search
+    calibration: Calibration
+    ms: float
+    shown: Shown
+    evidence: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as values of JSON."""
+        found = self.calibration.to_json()
+        return {"chosen": self.chosen.candidate.name, "ms": round(self.ms, 1), "calibration": found, **self.evidence}
+
+    def told(self) -> dict[str, Any]:
+        """Return it in a few words, by what they are of."""
+        ranked = sorted(self.search.tried, key=lambda one: -one.value)
+        fitness = self.calibration.fitness
+        return {
+            "chosen": self.chosen.candidate.name,
+            "value": f"{self.chosen.value:.3f}; the best of {len(ranked)} candidates: {ranked[0].value:.3f}",
+            "time": f"{self.ms:.0f} ms an image",
+            "found": _found(fitness) if fitness else "",
+        }
+
+
+def _found(fitness: Fitness) -> str:
+    """Say how many defects were found, by kind."""
+    kinds = ", ".join(f"{name} {kind.found}/{kind.shown}" for name, kind in fitness.kinds.items())
+    return f"ranks a defect above a good part in {fitness.auroc:.0%} of pairs; above the threshold: {kinds}"
+
+
+class _TooSlowError(MdpsError):
+    def __init__(self, ms: float) -> None:
+        super().__init__(f"{ms:.0f} ms an image are more than the budget")
+        self.ms = ms
+
+
+def refuse_tests(good: Path) -> None:
+    """UsageError for a folder of a test set; warn where one above it is called "test".
+
+    Whoever chooses by test images measures nothing by them afterwards.
+    """
+    place = good.resolve()
+    for folder in (place, place.parent):
+        if folder.name.lower() in TESTS and any((folder.parent / name).is_dir() for name in BESIDE):
+            raise UsageError(f"{good} belongs to a test set, which no detector may be chosen by: give training images")
+    require(
+        not (place / "test").is_dir(), f"{good} holds a folder `test`: give the folder of its good images for training"
+    )
+    if any(part.lower() == "test" for part in place.parts):
+        warnings.warn(f"{good} lies in a folder called test: no test image may take part in a tuning", stacklevel=3)
+
+
+def tune(
+    bundle: Path, good: Path, options: TuneOptions, asked: LoadOptions, rate: float, progress: Progress = lambda _: None
+) -> Outcome:
+    """Tune the bundle for the product that is asked for, on images of good parts alone, and calibrate it.
+
+    `asked` says the product, and the engine and threads that will run it; at most the share `rate` of good parts is to
+    fail. Goes on where a run on the same bundle and images was stopped.
+
+    Raises UsageError for paths and options that cannot be used, CalibrationError for too few images, ImageError naming
+    images that cannot be read, MdpsError where nothing fits the budget or the disk is full.
+    """
+    refuse_tests(good)
+    paths, manifest = find_images([good]), Manifest.read(bundle)
+    parts = split(len(paths))
+    for sentence in (doubt_of(len(paths)), *odd_pictures(paths, manifest.preprocessing)):
+        if sentence:
+            warnings.warn(sentence, stacklevel=2)
+    with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
+        pass  # where no file can be made, none of it can be written at the end
+    work = Work(_work(bundle, options), _key(manifest, paths, options, asked))
+    tuner = _Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
+    outcome = tuner.run(work)
+    work.remove()
+    return outcome
+
+
+def _work(bundle: Path, options: TuneOptions) -> Path:
+    return options.work or bundle.resolve().with_name(f"{bundle.resolve().name}.tune")
+
+
+def _key(manifest: Manifest, paths: Sequence[Path], options: TuneOptions, asked: LoadOptions) -> dict[str, Any]:
+    return {
+        "bundle": {role: manifest.files[graph.file].sha256 for role, graph in manifest.graphs.items()},
+        "framing": manifest.preprocessing.to_json(),
+        "images": hash_of(paths),
+        "defects a kind": options.per_kind,
+        "engine": [asked.engine, asked.threads],
+    }
+
+
+@dataclass(frozen=True)
+class _Tuner:
+    bundle: Path
+    manifest: Manifest
+    paths: list[Path]
+    parts: Split
+    options: TuneOptions
+    asked: LoadOptions
+    rate: float
+    progress: Progress
+
+    def run(self, work: Work) -> Outcome:
+        sides = views(side_of(self.paths, self.manifest.preprocessing))
+        bad, images = self._images(sorted({view.size for view in sides}))
+        machine = Machine(self.asked.engine, self.asked.threads)
+        reconstructor = Reconstructor(self.bundle, self.manifest, replace(self.asked, tuned=False, calibrated=False))
+        search = Search(
+            images, cache(self._backbone), reconstructor, work, machine, self.options.minutes, self.progress
+        )  # fmt: skip
+        search.run(sides)
+        return self._settle(search, bad)
+
+    def _images(self, sizes: list[int]) -> tuple[Defects, Images]:
+        self.progress("reading images")
+        framing = self.manifest.preprocessing
+        fitted, held = (see(self._files(rows), framing, sizes) for rows in (self.parts.fit, self.parts.held))
+        self.progress("putting defects in")
+        bad = defects(self._files(self.parts.bearing), framing, sizes, self.options.per_kind)
+        return bad, Images(fitted, held, bad.seen, len(self.parts.scale), Truth(bad.kinds, bad.masks))
+
+    def _files(self, rows: Sequence[int]) -> list[Path]:
+        return [self.paths[row] for row in rows]
+
+    def _backbone(self, stages: tuple[int, ...]) -> Backbone:
+        """Return the bundle's feature network; UsageError where the weights that are found are others."""
+        name, known = self.manifest.settings.score.backbone, self.manifest.network.get("backbone_weights_sha256")
+        backbone = load_backbone(name, self.options.backbone_weights, stages)
+        require(
+            not known or known == backbone.weights_sha256,
+            f"the weights of {name} that are found here are not those in {self.bundle}: name their file with "
+            "--set backbone-weights=FILE",
+        )
+        return backbone
+
+    def _settle(self, search: Search, bad: Defects) -> Outcome:
+        """Write the best candidate that keeps the budget when all of it runs together."""
+        budget = self.options.budget_ms
+        while chosen := choose(search.tried, budget):
+            try:
+                return self._written(chosen, search, bad)
+            except _TooSlowError as slow:
+                self.progress(f"{chosen.candidate.name}: {slow}")
+                budget = min(budget * self.options.budget_ms / slow.ms, 0.99 * chosen.ms)
+        quickest = min((one.ms for one in search.tried), default=0.0)
+        raise UsageError(
+            f"no detector fits in {self.options.budget_ms:g} ms an image on this machine, where the quickest takes "
+            f"{quickest:.0f} ms: give more --budget-ms"
+        )
+
+    def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
+        told = evidence(search, chosen, self.options, self.parts)
+        found: dict[str, Any] = {}
+
+        def calibrated(manifest: Manifest) -> Calibration:
+            calibration, more = self._calibrated(manifest, bad)
+            found.update(more)
+            return calibration
+
+        self.progress(f"writing and calibrating {chosen.candidate.name}")
+        write(self.bundle, self.asked.product, self._fused(chosen.candidate, search, told), calibrated)
+        calibration = Manifest.read(self.bundle, verify=False).calibrations[self.asked.product]
+        return Outcome(chosen, search, calibration, evidence=told, **found)
+
+    def _fused(self, candidate: Candidate, search: Search, told: dict[str, Any]) -> Fused:
+        count = search.images.count
+        terms = candidate.terms([raw.scale(count) for raw in candidate.raws])
+        view = next((raw.view for raw in candidate.raws if raw.view), None)
+        return Fused(
+            terms=[Fitted(term, search.fitted(raw)) for term, raw in zip(terms, candidate.raws, strict=True)],
+            top=TOP,
+            backbone=self._backbone((1, 2, 3)),
+            photograph=photograph(self.manifest.preprocessing, view.size) if view else None,
+            sampler=search.sampler(candidate),
+            evidence=told,
+        )
+
+    def _calibrated(self, manifest: Manifest, bad: Defects) -> tuple[Calibration, dict[str, Any]]:
+        asked = replace(self.asked, calibrated=False, warm_up=True, early_exit=None)
+        opened = Bundle.of(self.bundle, manifest, asked)
+
+        def detector(pipeline: Inspector, engine: str) -> Detector:
+            return Detector(manifest, pipeline, product=asked.product, engine=engine, tuning=opened.tuning)
+
+        held, bearing = self._files(self.parts.held), self._files(self.parts.bearing)
+        with open_detector(opened, asked, detector) as loaded:
+            ms = median(loaded(path).times["total"] for path in held[:TIMED])
+            if ms > SLACK * self.options.budget_ms:
+                raise _TooSlowError(ms)
+            calibration = calibrate(loaded, held, false_alarm_rate=self.rate)
+            scores = [result.score for result in loaded.batch(held)]
+            fitness = measure(loaded, calibration.threshold, bearing, good_scores=scores)
+            return replace(calibration, fitness=fitness), {"ms": ms, "shown": _shown(loaded, bad)}
+
+
+def _shown(detector: Detector, bad: Defects) -> Shown:
+    view = detector.tuning.photograph if detector.tuning else None
+    photographs = bad.seen.photograph(view.network_size[0]) if view else None
+    found = detector.inspect(Observations(bad.seen.observations, photographs))
+    return Shown(bad, found.anomaly_score, found.anomaly_map[:, 0])
