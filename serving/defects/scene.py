@@ -178,7 +178,7 @@ class Scene:
         )
         return row, column
 
-    def tone(self, around: Floats, most: float = 90.0, least: float = 4.0) -> Floats:
+    def tone(self, around: Floats, most: float = 110.0, least: float = 12.0) -> Floats:
         """Draw a change of colour [3] that can be told from the grain of these pixels [h, w, 3], some barely.
 
         Where there are but black and white it is from the one to the other, or nearly.
@@ -191,7 +191,7 @@ class Scene:
 
     def faint(self, around: Floats, most: float, least: float) -> Floats:
         """Draw it whatever the levels: the grain's part, and `least` to `most` grey levels more."""
-        share = {"small": 1.5, "medium": 1.0, "large": 0.5}[self.size]
+        share = {"small": 2.5, "medium": 1.5, "large": 0.7}[self.size]
         drawn = math.exp(self.rng.uniform(math.log(least), math.log(most)))
         amount = (8.0 + share * grain(around) + drawn) * self.strength
         sign = self.rng.choice((-1.0, 1.0))

@@ -28,8 +28,8 @@ def texture(scene: Scene) -> Change:
     window = scene.around(scene.somewhere(), 0.8 * length + 2)
     old = window.of(scene.image)
     noise = clouds(window, rng.uniform(0.1, 0.6) * length, rng)
-    contrast = scene.tone(old, 60.0) * 0.6
-    new = np.median(old.reshape(-1, 3), axis=0) + scene.tone(old, 50.0) * 0.5 + noise[..., None] * contrast
+    contrast = scene.tone(old, 80.0) * 0.6
+    new = np.median(old.reshape(-1, 3), axis=0) + scene.tone(old, 80.0) * 0.5 + noise[..., None] * contrast
     alpha = blob(window, length / 2, rng, soft=1, rough=0.6) * np.float32(rng.uniform(0.4, 1))
     return blend(window, scene.image, alpha, new)
 
@@ -47,7 +47,7 @@ def scratch(scene: Scene) -> Change:
     alpha = line(window, [(list(zip(rows, columns, strict=True)), width)])
     fade = 1 - rng.uniform(0, 0.6) * np.abs(turned(window, turn)[0] / max(1.0, 0.5 * length)).clip(0, 1)
     old = window.of(scene.image)
-    return blend(window, scene.image, alpha * fade, old + scene.tone(old, 140.0, 10.0))
+    return blend(window, scene.image, alpha * fade, old + scene.tone(old, 140.0, 20.0))
 
 
 def _branch(scene: Scene, start: Point, turn: float, length: float, width: float) -> list[tuple[list[Point], float]]:
@@ -72,7 +72,7 @@ def crack(scene: Scene) -> Change:
     width = rng.uniform(0.9, 2.0) * max(1.0, scene.side / 300)
     alpha = line(window, _branch(scene, start, turn, length, width))
     old = window.of(scene.image)
-    depth = np.abs(scene.tone(old, 110.0, 12.0))
+    depth = np.abs(scene.tone(old, 120.0, 24.0))
     # What is dark itself shows a crack by the light on its edges.
     return blend(window, scene.image, alpha, old + (depth if old.mean() < depth.mean() else -depth))
 
@@ -106,7 +106,7 @@ def _behind(scene: Scene, old: Floats) -> Floats:
     noise = scene.rng.normal(0, min(4.0, 0.5 * grain(old)), old.shape[:2]).astype(np.float32)[..., None]
     if scene.ground.background is not None:
         return np.asarray(scene.ground.background + noise, dtype=np.float32)
-    return np.asarray(np.median(old.reshape(-1, 3), axis=0) + scene.tone(old, 60.0) + noise, dtype=np.float32)
+    return np.asarray(np.median(old.reshape(-1, 3), axis=0) + scene.tone(old, 80.0) + noise, dtype=np.float32)
 
 
 def _broken_off(scene: Scene) -> Change:
@@ -135,7 +135,7 @@ def shading(scene: Scene) -> Change:
     if rng.random() < 0.3:
         alpha = alpha * ramp(turned(window, rng.uniform(0, 2 * math.pi))[0])
     old = window.of(scene.image)
-    return blend(window, scene.image, alpha, old + 0.7 * scene.faint(old, 14.0, 2.0))
+    return blend(window, scene.image, alpha, old + 0.7 * scene.faint(old, 40.0, 3.0))
 
 
 def speck(scene: Scene) -> Change:
@@ -153,7 +153,7 @@ def speck(scene: Scene) -> Change:
         far = np.hypot(down + centre[0] - at[0], across + centre[1] - at[1])
         alpha = np.maximum(alpha, ramp((radius - far) * 1.5))
     old = window.of(scene.image)
-    return blend(window, scene.image, alpha, old + scene.tone(old, 160.0, 20.0))
+    return blend(window, scene.image, alpha, old + scene.tone(old, 160.0, 30.0))
 
 
 def smear(scene: Scene) -> Change:
