@@ -69,8 +69,8 @@ def places(file: Path) -> dict[str, Place]:
             info = ExternalDataInfo(tensor)
             with (file.parent / info.location).open("rb") as weights:
                 weights.seek(info.offset or 0)
-                key = hashlib.sha256(weights.read(info.length)).hexdigest()
-            found[key] = (info.location, info.offset or 0, info.length)
+                data = weights.read(info.length)
+            found[hashlib.sha256(data).hexdigest()] = (info.location, info.offset or 0, len(data))
     return found
 
 
@@ -125,9 +125,8 @@ def write(model: ModelProto, path: Path, weights: WeightStore) -> None:
     for tensor in model.graph.initializer:
         data = onnx.numpy_helper.to_array(tensor).tobytes()
         if len(data) >= INLINE_BYTES:
-            location, offset, length = weights.place(data)
             tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data))
-            set_external_data(tensor, location, offset, length)
+            set_external_data(tensor, *weights.place(data))
             tensor.ClearField("raw_data")
     path.write_bytes(model.SerializeToString(deterministic=True))
     onnx.checker.check_model(str(path))

@@ -15,7 +15,8 @@ from mdps.commands.export import export
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS, *sorted((ROOT / "benchmarks/results").glob("*.md"))]
-PACKAGES = ("benchmarks", "commands", "examples", "export", "models", "runtime", "serving", "tests", "training")
+CODE = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training", "tuning")
+PACKAGES = (*CODE, "examples", "tests")
 BLOCK = re.compile(r"^(?: {4}|\$ )(?P<command>(?:mdps(?:-export)?|python -m mdps[\w.]*) .*)$", re.MULTILINE)
 
 

@@ -13,7 +13,7 @@ import pytest
 from mdps import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"commands", "runtime", "models", "export", "training", "serving", "benchmarks"}
+PACKAGES = {"commands", "runtime", "models", "export", "training", "serving", "tuning", "benchmarks"}
 SOURCE = [*PACKAGES, "__init__.py", "cli.py", "py.typed", "pyproject.toml", "README.md", "LICENSE", "tests", "docs"]
 
 
