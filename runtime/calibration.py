@@ -167,18 +167,13 @@ def exit_limit(calibration: Calibration | None, share: float, name: str) -> floa
 
 
 def calibrate(
-    detector: Judge,
-    images: Iterable[Picture],
-    *,
-    false_alarm_rate: float = 0.01,
-    batch: int = 8,
+    detector: Judge, images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8,
     each: Callable[[Array], object] = lambda scores: None,
-) -> Calibration:
+) -> Calibration:  # fmt: skip
     """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
 
     At most the share `false_alarm_rate`, in (0, 1), of further good parts is to fail; `batch` (1 or more) pictures are
-    judged at once, and `each` is given their scores. With a frozen mask range the range is measured first, over the
-    first pass of all images.
+    judged at once, their scores given to `each`. A frozen mask range is measured first, over the first pass of all.
 
     Raises ImageError for an image that cannot be read, CalibrationError without images, UsageError for a rate outside
     (0, 1), BackendError where the engine fails or gives NaN; warns with CalibrationWarning where there are too few
@@ -190,8 +185,7 @@ def calibrate(
         raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
     settings = detector.settings
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
-    scores: list[Array] = []
-    first_scores: list[Array] = []
+    scores, first_scores = list[Array](), list[Array]()
     first, last = _Range(), _Range()
     for observations in _batches(detector, pictures, batch):
         found = detector.inspect(observations, mask_range=frozen, early_exit=False)
