@@ -24,6 +24,7 @@ from mdps.runtime.bundle import Bundle
 from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.loading import open_detector
 from mdps.runtime.manifest import Manifest, hash_files
+from mdps.runtime.memory import bundle_need
 from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.settings import PassSettings
 from mdps.runtime.tuning import Cascade
@@ -296,3 +297,14 @@ def test_the_one_file_says_what_the_tuned_bundle_says(tmp_path):
                 assert found["threshold"] == pytest.approx(threshold)
     with pytest.raises(UsageError, match=r"cascade.*single file does not hold"):
         export_single_file(band(tmp_path / "cascade", 0.1, 0.2), tmp_path / "cascade.onnx")
+
+
+def test_memory_is_asked_for_the_graphs_of_a_tuning_and_not_for_a_denoiser_that_is_not_opened(bundle, of_photograph):
+    def need(folder):
+        loaded = Bundle.read(folder)
+        return bundle_need(loaded.manifest, loaded.settings, "onnxruntime", 8, loaded.tuning).parts
+
+    sizes = [entry.bytes for name, entry in Manifest.read(of_photograph).files.items() if name.startswith("default.")]
+    assert need(of_photograph)["tuning"] >= sum(sizes)
+    assert need(of_photograph)["activations"] == 0 < need(bundle)["activations"]
+    assert "tuning" not in need(tiny.make_bundle(bundle.parent / "plain"))

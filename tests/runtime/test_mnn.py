@@ -1,6 +1,7 @@
 """MNN behind the same seam: a bundle's step graphs as its own files, which say the same as ONNX Runtime's."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from tuned_bundle import add_tuning
 
 from mdps.cli import cli
 from mdps.commands.terminal import run
@@ -21,10 +23,12 @@ from mdps.export import ExportOptions, export_bundle
 from mdps.models.checkpoints import CheckpointOptions
 from mdps.runtime import BackendError, Detector, UsageError, choice, load
 from mdps.runtime.choice import installed
+from mdps.runtime.engines import named
 from mdps.runtime.engines.interface import open_session
 from mdps.runtime.errors import BackendWarning
 from mdps.runtime.machine import available_cpus
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.settings import PassSettings
 
 pytest.importorskip("MNN")
 
@@ -60,6 +64,23 @@ def test_both_backends_say_the_same(detectors: tuple[Detector, Detector], pictur
     np.testing.assert_allclose(found.anomaly_map, expected.anomaly_map, atol=1e-3)
     np.testing.assert_allclose(found.posterior_samples, expected.posterior_samples, atol=1e-3)
     assert np.abs(expected.first_map - expected.anomaly_map).max() > 0.01, "one pass would satisfy the test"
+
+
+def test_a_tuned_detector_is_the_same_on_every_engine(bundle: Path, tmp_path: Path, pictures: list[Any]) -> None:
+    """Its steps run on MNN and OpenVINO, DDAD's among them, and what MNN has no file of on ONNX Runtime."""
+    guided = PassSettings(198, 3.0, steps=3)
+    folder = add_tuning(Path(shutil.copytree(bundle, tmp_path / "b")), gradient="ddad", first_pass=guided)
+    found = {}
+    for engine in [name for name in ("onnxruntime", "openvino", "mnn") if named(name).installed]:
+        with load(folder, engine=engine, threads=1, calibrated=False) as detector:
+            found[engine] = detector.batch(pictures)
+            engines = detector.provenance["engines"]
+            assert isinstance(engines, dict)
+            assert ("MNN" in engines["guided_step"]) == (engine == "mnn")
+    for results in found.values():
+        for result, wanted in zip(results, found["onnxruntime"], strict=True):
+            np.testing.assert_allclose(result.anomaly_map, wanted.anomaly_map, atol=1e-3)
+            assert result.score == pytest.approx(wanted.score, abs=1e-3)
 
 
 def test_results_repeat_to_the_bit_in_any_batch(detectors: tuple[Detector, Detector], pictures: list[Any]) -> None:

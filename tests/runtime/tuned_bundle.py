@@ -32,36 +32,36 @@ def photograph_graph(path):
     tiny.save(path, [("photograph", ("B", 3, SIDE, SIDE))], shapes, {}, nodes)
 
 
-SAMPLES = ("posterior_samples", ("B", "S", 3, SIZE, SIZE))
-OBSERVATION = ("observation", ("B", 3, SIZE, SIZE))
+def of_reconstruction(size):
+    return [("observation", ("B", 3, size, size)), ("posterior_samples", ("B", "S", 3, size, size))]
 
 
-def pixels_graph(path):
+def pixels_graph(path, size=SIZE):
     """The mean over samples and channels of |y - x|."""
     nodes = [
         ("Unsqueeze", ["observation", "one"], "y", {}),
-        ("Sub", [SAMPLES[0], "y"], "r", {}),
+        ("Sub", ["posterior_samples", "y"], "r", {}),
         ("Abs", ["r"], "a", {}),
         ("ReduceMean", ["a", "axes"], "m", {"keepdims": 0}),
         ("Unsqueeze", ["m", "one"], "map", {}),
     ]
-    outputs = [("map", ("B", 1, SIZE, SIZE))]
-    tiny.save(path, [OBSERVATION, SAMPLES], outputs, {"one": np.array([1]), "axes": np.array([1, 2])}, nodes)
+    outputs = [("map", ("B", 1, size, size))]
+    tiny.save(path, of_reconstruction(size), outputs, {"one": np.array([1]), "axes": np.array([1, 2])}, nodes)
 
 
-def residual_graph(path):
+def residual_graph(path, size=SIZE):
     """The first channel of y minus the mean of its samples, at half the size."""
     constants = {"one": np.array([1]), "begin": np.array([0]), "end": np.array([1])}
     nodes = [
-        ("ReduceMean", [SAMPLES[0], "one"], "x", {"keepdims": 0}),
+        ("ReduceMean", ["posterior_samples", "one"], "x", {"keepdims": 0}),
         ("Sub", ["observation", "x"], "r", {}),
         ("Slice", ["r", "begin", "end", "one"], "c", {}),
         ("AveragePool", ["c"], "map", {"kernel_shape": [2, 2], "strides": [2, 2]}),
     ]
-    tiny.save(path, [OBSERVATION, SAMPLES], [("map", ("B", 1, SIZE // 2, SIZE // 2))], constants, nodes)
+    tiny.save(path, of_reconstruction(size), [("map", ("B", 1, size // 2, size // 2))], constants, nodes)
 
 
-def position_graph(path):
+def position_graph(path, size=SIZE):
     """The mean over channels of the second features: 3 x 3."""
     nodes = [("ReduceMean", ["photograph_features_2", "one"], "map", {"keepdims": 1})]
     inputs = [("photograph_features_2", ("B", 3, 3, 3))]
@@ -71,7 +71,7 @@ def position_graph(path):
 GRAPHS = {"pixels": pixels_graph, "position": position_graph, "residual": residual_graph}
 
 
-def fusion_graph(path, terms):
+def fusion_graph(path, terms, size=SIZE):
     """Each map enlarged to the nearest pixel and scaled, their weighted sum, its largest pixel, where it exceeds 1."""
     constants = {"axes": np.array([1, 2, 3]), "limit": np.float32(1)}
     nodes, parts = [], []
@@ -83,7 +83,7 @@ def fusion_graph(path, terms):
             ("Sub", [f"{name}.large", f"{name}.low"], f"{name}.above", {}),
             ("Mul", [f"{name}.above", f"{name}.factor"], f"{name}.part", {}),
         ]
-        constants[f"{name}.size"] = np.array([1, 1, SIZE, SIZE])
+        constants[f"{name}.size"] = np.array([1, 1, size, size])
         parts.append(f"{name}.part")
     nodes += [
         ("Sum", parts, "anomaly_map", {}),
@@ -91,39 +91,38 @@ def fusion_graph(path, terms):
         ("Greater", ["anomaly_map", "limit"], "over", {}),
         ("Cast", ["over"], "mask", {"to": 1}),
     ]
-    batch = ("B", 1, SIZE, SIZE)
+    batch = ("B", 1, size, size)
     outputs = [("anomaly_map", batch), ("anomaly_score", ("B",)), ("mask", batch)]
     tiny.save(
         path, [(term.name, ("B", 1, f"{term.name}.h", f"{term.name}.w")) for term in terms], outputs, constants, nodes
     )
 
 
-def tuned_bundle(folder, terms=TERMS, cascade=None, settings=None, samples=2, without=()):
-    """The tiny bundle with a tuning whose sampler makes one plain pass of two steps."""
-    tiny.make_bundle(folder, settings, without=without)
-    names = {term.name for term in terms}
+def tuned_bundle(folder, terms=TERMS, cascade=None, settings=None):
+    """The tiny bundle with a tuning."""
+    return add_tuning(tiny.make_bundle(folder, settings), terms, cascade)
+
+
+def add_tuning(folder, terms=TERMS, cascade=None, **changes):
+    """Give a bundle a tuning whose sampler makes one plain pass of two steps for two samples, but for `changes`."""
+    manifest = Manifest.read(folder, verify=False)
+    names, size = {term.name for term in terms}, manifest.preprocessing.network_size[0]
     of_photograph = any(term.of == "photograph" for term in terms)
     for name in names - {"map"}:
-        GRAPHS[name](folder / f"default.{name}.onnx")
+        GRAPHS[name](folder / f"default.{name}.onnx", size)
     if of_photograph:
         photograph_graph(folder / "default.photograph.onnx")
-    fusion_graph(folder / "default.fusion.onnx", terms)
-    sampler = replace(
-        tiny.settings_of().sampler,
-        first_pass=PassSettings(150, 0.0, steps=2),
-        masked_pass=None,
-        samples=samples,
-        seed=5,
-    )
+    fusion_graph(folder / "default.fusion.onnx", terms, size)
+    few = {"first_pass": PassSettings(150, 0.0, steps=2), "masked_pass": None, "samples": 2, "seed": 5} | changes
     roles = [*sorted(names - {"map"}), "fusion", *(["photograph"] if of_photograph else [])]
+    reconstructs = any(term.of != "photograph" for term in terms)
     tuning = Tuning(
-        sampler=sampler if any(term.of != "photograph" for term in terms) else None,
+        sampler=replace(manifest.settings.sampler, **few) if reconstructs else None,
         photograph=Preprocessing((SIDE, SIDE)) if of_photograph else None,
         terms=terms,
         graphs={role: GraphEntry(f"default.{role}.onnx") for role in roles},
         cascade=cascade,
     )
-    manifest = Manifest.read(folder, verify=False)
     replace(manifest, files=hash_files(folder), tunings={"default": tuning}).write(folder)
     return folder
 
