@@ -82,7 +82,7 @@ class Detector:
 
     @property
     def settings(self) -> Settings:
-        """The bundle's settings with the samples, seed and early exit this detector was loaded with."""
+        """The bundle's settings, with a tuning's sampler or the samples, seed and early exit it was loaded with."""
         return self._settings
 
     @property

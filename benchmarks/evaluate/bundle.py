@@ -71,7 +71,8 @@ class BundlePredictor:
         arithmetic, product = options.arithmetic, options.product
         calibration, self._notes = _fitting(chosen, product, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
-        self._looked, self._left, self._tuning = 0, 0, chosen.tuning
+        self._looked = self._left = self._again = 0
+        self._tuning = chosen.tuning
         frozen = _frozen_range(chosen, product, calibration, arithmetic)
         self.settings = _without_needless_range(chosen, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
@@ -103,13 +104,17 @@ class BundlePredictor:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for a reader of its numbers, as sentences; an early exit's tells of the last `predictions`."""
+        """Notes for a reader of its numbers, as sentences; an exit's and a cascade's tell of the last `predictions`."""
+        mixed, tuning = "so that ranks mix two scores", self._detector.tuning
+        if tuning is not None and tuning.cascade is not None:
+            again = f"{self._again} of {self._looked} images were judged again by the published method (cascade)"
+            return (*self._notes, f"{again}, {mixed}")
         if not self.settings.sampler.early_exit:
             return self._notes
         return (
             *self._notes,
             f"{self._left} of {self._looked} images skipped the masked pass (early exit "
-            f"{self.settings.sampler.early_exit:g}): their scores are the first pass's, so that ranks mix two scores",
+            f"{self.settings.sampler.early_exit:g}): their scores are the first pass's, {mixed}",
         )
 
     def covered(self, size: tuple[int, int]) -> Box:
@@ -145,10 +150,11 @@ class BundlePredictor:
         """A prediction for each picture in order, or the sentence that says why there is none."""
         if self._uses_test_set:
             self._detector.mask_range = self._range_over(paths)
-        self._looked = self._left = 0
+        self._looked = self._left = self._again = 0
         for found in predictions(self._detector, paths, self._batch):
             if not isinstance(found.result, str):
                 self._looked, self._left = self._looked + 1, self._left + found.result.early_exit
+                self._again += found.result.judged_by == "published"
             yield found.result if isinstance(found.result, str) else self._prediction(found.result)
 
     def watch(self, told: Callable[[Inspection], object]) -> None:

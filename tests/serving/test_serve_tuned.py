@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 from server_process import serving
-from tuned_bundle import TERMS, calibrated, pictures, tuned_bundle
+from tuned_bundle import TERMS, band, calibrated, pictures, tuned_bundle
 
 from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.evaluate.bundle import BundlePredictor
@@ -82,6 +82,15 @@ def test_an_evaluation_judges_as_tuned_unless_something_is_changed(bundle, make_
         assert "calibrated for another detector" in predictor.notes[0]
     scores, _ = found(changes=lambda settings: replace(settings, sampler=replace(settings.sampler, samples=2)))
     assert scores not in (ours, theirs)
+
+
+def test_an_evaluation_says_how_many_were_judged_twice(tmp_path, make_category):
+    paths = [sample.path for sample in find_categories(make_category(good=2, defective=3))[0].test]
+    with load(tuned_bundle(tmp_path / "plain", TERMS[2:3]), calibrated=False) as detector:
+        scores = sorted(detector(path).score for path in paths)
+    with BundlePredictor(band(tmp_path / "b", scores[1], scores[3])) as predictor:
+        assert len([*predictor(paths)]) == len(paths)
+        assert f"3 of {len(paths)} images were judged again" in predictor.notes[-1]
 
 
 def test_the_crop_of_metrics_cuts_the_map_of_a_tuned_detector(tmp_path, make_category):
