@@ -59,6 +59,7 @@ class Row:
     `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
     without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
     and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
+    `judged_by`: "tuned" or "published", as in `Result`.
     `doubt` is the sentence of a detector that does not see defects on these parts.
     """
 
@@ -69,6 +70,7 @@ class Row:
     map: str | None = None
     ms: float | None = None
     early_exit: bool | None = None
+    judged_by: str | None = None
     doubt: str | None = None
     error: str | None = None
 
@@ -229,6 +231,7 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         map=f"{MAPS}/{name}.npy",
         ms=round(found.ms, 3),
         early_exit=result.early_exit,
+        judged_by=result.judged_by,
         doubt=doubt or None,
     )
     _write(out / str(row.map), npy(result.anomaly_map))

@@ -116,7 +116,7 @@ class Protocol:
         predicted.stages["prepare"] += parsing
         begun = time.perf_counter()
         name, version, result = here.model.name, here.model.version, predicted.result
-        parameters = {**milliseconds(predicted.stages), "early_exit": result.early_exit, **here.model.doubt}
+        parameters = {**milliseconds(predicted.stages), **_how(result), **here.model.doubt}
         content, head = await service.on_thread(lambda: tensors.answer(name, version, asked, result, parameters))
         times = here.finish(service, predicted, time.perf_counter() - begun)
         service.live[name].add(result, times["total"])
@@ -180,7 +180,7 @@ class Inspecting:
         predicted = await model.predict(lambda detector: observe(picture(), detector, here.notes), here.deadline)
         result, begun, encoding = predicted.result, time.perf_counter(), _choice(request, "map", _MAPS)
         answer: dict[str, Any] = {"model": model.name, "score": result.score, "threshold": result.threshold}
-        answer |= {"verdict": result.verdict, "early_exit": result.early_exit} | model.doubt
+        answer |= {"verdict": result.verdict, **_how(result), **model.doubt}
         shown = None if encoding == "none" else await service.on_thread(lambda: _encoded(model, result, encoding))
         answer["times_ms"] = times = here.finish(service, predicted, time.perf_counter() - begun)
         if _choice(request, "record", _RECORD) == "yes":
@@ -190,6 +190,11 @@ class Inspecting:
         if shown is not None:
             answer["map"] = {"encoding": encoding, "base64": shown}
         return JSONResponse(answer)
+
+
+def _how(result: Result) -> dict[str, Any]:
+    """Tell how an image came to its score."""
+    return {"early_exit": result.early_exit, "judged_by": result.judged_by}
 
 
 def _choice(request: Request, name: str, values: tuple[str, ...]) -> str:

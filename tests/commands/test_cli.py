@@ -128,7 +128,7 @@ def test_predict_as_json_is_lines_on_stdout_and_messages_on_stderr(
     streams = capsys.readouterr()
     rows = [json.loads(text) for text in streams.out.splitlines()]
     assert [row["verdict"] for row in rows] == ["pass", "fail", "error"]
-    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "doubt", "error"]
+    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "judged_by", "doubt", "error"]
     assert all(list(row) == keys for row in rows)
     assert "torn.png" in streams.err
     assert "2 of 3 images judged" in streams.err

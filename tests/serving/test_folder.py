@@ -130,7 +130,7 @@ def test_a_run_leaves_rows_maps_and_pictures(tmp_path: Path) -> None:
     rows = predict(BrightnessDetector(), [tmp_path / "in"], out)
     assert [(row.path, row.verdict) for row in rows] == [(str(bright), "fail"), (str(dark), "pass")]
     assert read_rows(out) == [json.loads(row.to_json()) for row in rows]
-    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "doubt", "error"]
+    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "judged_by", "doubt", "error"]
     assert list(read_rows(out)[0]) == keys
     for row in rows:
         anomaly_map = np.load(out / str(row.map), allow_pickle=False)

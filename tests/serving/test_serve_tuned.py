@@ -42,6 +42,7 @@ def test_the_server_says_what_the_runtime_says(bundle):
         for image, result in zip(images, wanted, strict=True):
             answer = json.loads(urllib.request.urlopen(f"{server.url}/inspect?map=png", image).read())
             assert (answer["score"], answer["verdict"]) == (pytest.approx(result.score), result.verdict)
+            assert answer["judged_by"] == "tuned"
             assert {"photograph", "score", "published"} <= answer["times_ms"].keys()
 
 
@@ -53,6 +54,7 @@ def test_a_folder_has_rows_pictures_and_a_report(bundle, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text("utf-8").splitlines()]
     with load(bundle) as detector:
         assert [row["score"] for row in rows] == [detector(tmp_path / "in" / f"{k}.png").score for k in range(3)]
+        assert {row["judged_by"] for row in rows} == {"tuned"}
         tiles = 4 if detector.denoises else 3
         name = detector.tuned
     width, height = Image.open(tmp_path / "out" / "overlays" / "0.png").size
