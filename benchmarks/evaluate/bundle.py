@@ -72,7 +72,6 @@ class BundlePredictor:
         calibration, self._notes = _fitting(chosen, product, arithmetic)
         exit_limit(calibration, asked.sampler.early_exit, str(bundle))
         self._looked = self._left = self._again = 0
-        self._tuning = chosen.tuning
         frozen = _frozen_range(chosen, product, calibration, arithmetic)
         self.settings = _without_needless_range(chosen, frozen)
         self._uses_test_set = self.settings.mask.range == "dataset"
@@ -124,7 +123,7 @@ class BundlePredictor:
     @property
     def provenance(self) -> dict[str, object]:
         """Checkpoint and bundle with their hashes, settings, seed, versions here and at export, what computes."""
-        tuning = self._tuning
+        tuning = self._detector.tuning
         seen = self._shown() if tuning is None or tuning.photograph is None else tuning.photograph
         return {
             **self._detector.provenance,
