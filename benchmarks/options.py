@@ -18,7 +18,7 @@ DDAD_SCALE = 4.0  # w of `export.methods.ddad`; its gradient is no unit vector
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What all studies have: `choices` are options of `mdps export` by name, without those that the study decides.
+    """The common ones: `choices` are options of `mdps export` by name, without those that the study decides.
 
     `every` and `largest` as in `evaluate`, `threads` as in `load`. `command` is recorded.
     """
