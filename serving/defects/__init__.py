@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mdps.runtime.errors import require
 from mdps.serving.defects import pattern, surface
-from mdps.serving.defects.scene import Change, Floats, Ground, Scene
+from mdps.serving.defects.scene import Change, Floats, Ground, Scene, grain
 
 _MAKERS: dict[str, Callable[[Scene], Change | None]] = {
     "cut-paste": surface.cut_paste,
@@ -61,11 +61,11 @@ def put(kind: str, size: str, image: NDArray[np.uint8], other: NDArray[np.uint8]
 
 def _made(kind: str, scene: Scene, change: Change, *, keep: bool) -> Defect | None:
     """Return the defect if it can be seen; `keep` holds a picture of two levels to them, and counts no less."""
-    visible, mean = (2.0, 4.0) if kind == "shading" else (3.0, 8.0)
-    new = change.pixels
+    new, old = change.pixels, change.window.of(scene.image)
+    # One grain in the place of another is no defect.
+    visible, mean = (2.0, 4.0) if kind == "shading" else (3.0, min(max(8.0, 2 * grain(old)), 24.0))
     if keep and scene.ground.levels is not None and kind != "shading":
         dark, bright = scene.ground.levels
-        old = change.window.of(scene.image)
         new = old + _parted(new, dark, bright) - _parted(old, dark, bright)
         visible, mean = 0.2 * (bright - dark), 0.4 * (bright - dark)
     return _finished(kind, scene, Change(change.window, new), visible, mean)

@@ -157,7 +157,7 @@ def speck(scene: Scene) -> Change:
 
 
 def smear(scene: Scene) -> Change:
-    """Blur a blob along one direction."""
+    """Blur a blob along one direction, with a little of what did it left behind."""
     length, rng = scene.length(), scene.rng
     window = scene.around(scene.somewhere(scene.ground.edges), 0.8 * length + 2)
     alpha, turn = blob(window, length / 2, rng, soft=1), rng.uniform(0, math.pi)
@@ -165,7 +165,8 @@ def smear(scene: Scene) -> Change:
     reach = max(2.0, rng.uniform(0.2, 0.6) * length) * min(2.0, scene.strength)
     steps = np.linspace(-reach, reach, int(min(24, 2 * reach + 1)))
     new = sum(sample(scene.image, down + s * math.sin(turn), across + s * math.cos(turn)) for s in steps)
-    return blend(window, scene.image, alpha, np.asarray(new / np.float32(len(steps)), dtype=np.float32))
+    trace = 0.35 * scene.tone(window.of(scene.image)) if scene.ground.levels is None else 0
+    return blend(window, scene.image, alpha, np.asarray(new / np.float32(len(steps)) + trace))
 
 
 def shift(scene: Scene) -> Change:

@@ -188,3 +188,12 @@ def test_a_third_of_the_part_can_be_gone() -> None:
         put("missing", "large", image, image, np.random.default_rng(seed)).mask.sum() / disc.sum() for seed in range(20)
     ]
     assert 0.2 < max(gone) < 0.4
+
+
+def test_one_grain_in_the_place_of_another_is_no_defect() -> None:
+    """The grain's deviation is 8: another piece of it would change a pixel by 9 in the mean."""
+    grained = np.random.default_rng(0).normal(120, 8, (2, 96, 96, 1)).astype(np.uint8).repeat(3, axis=-1)
+    for kind, size in ALL:
+        defect = put(kind, size, *grained, np.random.default_rng(7))
+        change = np.abs(defect.image.astype(int) - grained[0])[defect.mask].mean()
+        assert change > 14 or kind == "shading", (kind, size)
