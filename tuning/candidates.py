@@ -17,7 +17,7 @@ from mdps.tuning.value import KindValue, Truth, worst_aware
 
 LOW, HIGH = 0.5, 0.995  # quantiles of the maps of held-out good images that become 0 and 1
 TOP = 1  # pixels that the score counts
-BLURS = (0.0, 2.0)
+BLURS = (0.0, 1.0, 2.0, 6.0)
 KINDS: tuple[Literal["position", "shared", "bank"], ...] = ("shared", "position", "bank")
 WEIGHTS = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
 
@@ -42,9 +42,9 @@ def samplers(published: SamplerSettings, levels: int) -> dict[str, SamplerSettin
         published, time_index="paper", eta_ddim=1.0, masked_pass=None, samples=1, early_exit=0.0, antithetic=False,
         first_pass=PassSettings(1, 0.0, steps=1),
     )  # fmt: skip
-    one = {level: PassSettings(level, 0.0, steps=1) for level in (50, 100, 200, 250)}
+    one = {level: PassSettings(level, 0.0, steps=1) for level in (20, 50, 100, 200, 250)}
     second = PassSettings(100, 1.0, steps=1, target="previous")
-    found = {f"one call, T = {level}": replace(base, first_pass=one[level]) for level in (50, 100, 200)}
+    found = {f"one call, T = {level}": replace(base, first_pass=one[level]) for level in (20, 50, 100, 200)}
     found["noise pair, T = 200"] = replace(base, first_pass=one[200], samples=2, antithetic=True)
     found["DiffusionAD"] = replace(base, first_pass=one[250], masked_pass=second, gradient="ddad")
     for calls in (3, 5, 10):

@@ -8,7 +8,6 @@ from mdps.tuning.candidates import HIGH, LOW, Tried
 from mdps.tuning.options import TuneOptions
 from mdps.tuning.photographs import SEED, Split
 from mdps.tuning.search import Search
-from mdps.tuning.value import TIE
 
 MOST, DETAILED = 60, 12  # candidates that are told, and those told by kind
 _LIBRARIES = ("torch", "timm", "numpy", "pillow", "onnxruntime")
@@ -23,7 +22,7 @@ def evidence(search: Search, chosen: Tried, options: TuneOptions, parts: Split) 
         "value": round(chosen.value, 4),
         "formula": "(image + pixel AUROC) / 2, its mean over the kinds averaged with that over their worst quarter",
         "budget_ms": options.budget_ms,
-        "tie": TIE,
+        "ties": "within one standard error over the kinds: the fewest terms, then the best",
         "scale": [LOW, HIGH],
         "seed": SEED,
         "images": {"fit": len(parts.fit), "scale": len(parts.scale), "defects put in": len(parts.bearing)},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from mdps.tuning.statistics import (
     photograph_features,
     residual_features,
 )
-from mdps.tuning.value import TIE, Truth
+from mdps.tuning.value import Truth
 from mdps.tuning.work import Arrays, Work
 
 MINUTES = 15.0
@@ -71,7 +72,7 @@ class Search:
                 self._within(name, lambda name=name, sampler=sampler: self._reconstruction(name, sampler))
             for name in self._best_samplers():
                 self._within(f"features of the residual, {name}", lambda name=name: self._residual(name))
-            self._within("sums of two terms", self._pairs)
+        self._within("sums of two terms", self._pairs)
 
     def _within(self, name: str, do: Callable[[], None]) -> None:
         if self.work.seconds >= 60 * self.minutes:
@@ -222,21 +223,28 @@ class Search:
             for other in theirs:
                 for weights in WEIGHTS:
                     self._add(mine, other, weights=weights)
+        for mine, other in combinations(ours, 2):
+            if mine.view == other.view:  # one run of the feature network serves both
+                self._add(mine, other)
 
 
 def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
-    """Return the best of those within the budget, of equals (TIE) the cheaper, then the simpler; None for none.
+    """Return the best of those within the budget, of equals the simplest; None for none.
 
-    The cheaper: by more than a tenth, for times differ by that from one measurement to the next.
+    Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects;
+    of these the one of fewest terms, then the best.
     """
     eligible = [one for one in tried if one.ms <= budget_ms]
     if not eligible:
         return None
-    best = max(one.value for one in eligible)
-    equal = [one for one in eligible if one.value >= best - TIE]
-    cheapest = min(one.ms for one in equal)
-    cheap = [one for one in equal if one.ms <= 1.1 * cheapest]
-    return min(cheap, key=lambda one: (len(one.candidate.raws), -one.value))
+    best = max(eligible, key=lambda one: one.value)
+    equal = [one for one in eligible if one.value == best.value or _equal(one, best)]
+    return min(equal, key=lambda one: (len(one.candidate.raws), -one.value, one.ms))
+
+
+def _equal(one: Tried, best: Tried) -> bool:
+    differences = np.array([best.kinds[kind].mean - one.kinds[kind].mean for kind in best.kinds])
+    return len(differences) > 1 and bool(differences.mean() <= differences.std(ddof=1) / np.sqrt(len(differences)))
 
 
 def _unlike(raws: Sequence[Raw]) -> list[Raw]:

@@ -12,7 +12,6 @@ from mdps.serving.fitness import auroc
 
 Array = NDArray[np.float32]
 WORST = 0.25  # share of the kinds
-TIE = 0.002  # of value: no more than noise; drawing the defects anew moves it by more
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The worth of candidates, and which of them is chosen."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,20 @@ def test_the_better_candidate_is_chosen_within_the_budget() -> None:
     assert choose([poor, fair, best], 1) is None
 
 
-def test_of_equals_the_cheaper_and_then_the_simpler_is_chosen() -> None:
-    slow, quick = tried(raw("a", 9, 50)), tried(raw("b", 9, 10))
-    both = tried(raw("b", 9, 5), raw("c", 9, 5), weights=(1.0, 1.0))
-    assert choose([slow, both, quick], 100) is quick
+def test_of_equals_the_simpler_and_then_the_better_is_chosen() -> None:
+    """Two kinds that a second term helps on in turn are no proof that it helps; one that helps on both is."""
+    one = tried(raw("one", 2, 10))
+    both = replace(one, candidate=Candidate((raw("one", 2, 10), raw("other", 2, 10)), (1.0, 1.0)))
+    simple = _worth(one, 0.7, 0.7)
+    assert _worth(both, 1.0, 0.69).value > simple.value
+    assert choose([simple, _worth(both, 1.0, 0.69)], 100) is simple
+    surely = _worth(both, 1.0, 1.0)
+    assert choose([simple, surely], 100) is surely
+    assert choose([simple, _worth(one, 0.6, 0.6)], 100) is simple
+
+
+def _worth(one: Tried, spot: float, crack: float) -> Tried:
+    return replace(one, kinds={"spot": KindValue(spot, spot), "crack": KindValue(crack, crack)})
 
 
 def test_a_part_that_two_terms_need_counts_once() -> None:
