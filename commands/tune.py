@@ -12,6 +12,8 @@ from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build
 from mdps.tuning.options import TuneOptions
 
+_BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
 
 @click.command(
     epilog="""\b
@@ -37,13 +39,28 @@ def tune(
     Tries statistics of good parts, reconstructions of few calls and sums of both, and stores the best in the bundle,
     calibrated. Use images that took no part in training, never those of a test; a part of them is held out by itself.
     """
+    from mdps.commands.messages import describe_calibration, next_predict
+    from mdps.runtime.manifest import Manifest
+
     with needs("export", "cpu"):
+        from tqdm import tqdm
+
+        from mdps.tuning.tune import report_of
         from mdps.tuning.tune import tune as search
     names = {name: options.pop(name) for name in ("product", "threads", "engine")}
-    with spoken_warnings():
-        how = build(TuneOptions, options | settings)
-        found = search(bundle, good_folder, how, build(LoadOptions, names), false_alarm_rate, say)
+    how, asked = build(TuneOptions, options | settings), build(LoadOptions, names)
+    before = Manifest.read(bundle, verify=False).calibrations.get(asked.product)
+    with spoken_warnings(), tqdm(total=1.0, bar_format=_BAR, disable=None) as bar:
+
+        def progress(said: str, share: float) -> None:
+            bar.set_postfix_str(said)
+            bar.update(share - bar.n)
+
+        found = search(bundle, good_folder, how, asked, false_alarm_rate, progress)
+    say(f"wrote {report_of(bundle, how)}")
     if as_json:
         print_values(found.to_json(), as_json)
         return
-    print_values(found.told(), as_json)
+    print_values(found.told() | describe_calibration(found.calibration, before), as_json)
+    if not found.calibration.doubt:
+        click.echo(next_predict(bundle, asked))

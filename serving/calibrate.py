@@ -1,5 +1,6 @@
 """Calibrate a bundle on a folder of images of good parts."""
 
+import hashlib
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate, load
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import LoadFields
-from mdps.runtime.errors import ImageError
+from mdps.runtime.errors import CalibrationError, ImageError
 from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
@@ -69,7 +70,7 @@ def calibrate_folder(
     with load(bundle, asked) as detector:
         for sentence in odd_pictures(images, detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
-        calibration = _calibrated(detector, images, false_alarm_rate)
+        calibration = calibrated(detector, _held_out(images, detector), false_alarm_rate)
     if calibration.doubt:
         warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
     manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
@@ -78,12 +79,33 @@ def calibrate_folder(
     return calibration
 
 
+def fingerprint(image: Path) -> str:
+    """Return a name for the contents of a file: a tuning keeps those of the images that it was fitted to."""
+    return hashlib.sha256(image.read_bytes()).hexdigest()[:12]
+
+
+def _held_out(images: Sequence[Path], detector: Detector) -> list[Path]:
+    """Return the images that a tuned detector was not fitted to, and warn of the others.
+
+    They score lower than further good parts will, and a threshold by them fails too many. CalibrationError where none
+    are left.
+    """
+    fitted = set(detector.tuning.evidence.get("fitted", ())) if detector.tuning else set()
+    kept = [image for image in images if fingerprint(image) not in fitted] if fitted else list(images)
+    if len(kept) < len(images):
+        told = f"{len(images) - len(kept)} of {len(images)} images are those that `mdps tune` fitted the detector to"
+        if not kept:
+            raise CalibrationError(f"{told}, and say nothing of further parts: give others")
+        warnings.warn(f"{told}: they are left out, for they say nothing of further parts", stacklevel=3)
+    return kept
+
+
 def defects_a_kind(images: int) -> int:
     """Return how many defects of a kind are shown: all kinds together take no longer than the good images did."""
     return min(max(images // len(KINDS), FEWEST), MOST)
 
 
-def _calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: float) -> Calibration:
+def calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: float) -> Calibration:
     """Return the calibration with its fitness, and show on a terminal how far it is."""
     scores: list[float] = []
     with tqdm(total=len(images), desc="good images", unit="image", disable=None) as bar:

@@ -19,7 +19,7 @@ from mdps.tuning.value import reduced
 SEED = 17
 SIDE = 256  # of the largest view
 FEWEST, FEW = 5, 40
-MOST_FITTED, MOST_HELD = 400, 100  # more cost time and memory and change nothing that was measured
+MOST_FITTED, MOST_HELD = 400, 150  # images: more take memory and time, and change little
 HELD, FEWEST_HELD = 0.2, 20  # share of the images that is held out, and how many at least, up to 2/5 of them
 PER_KIND = 9
 
@@ -29,7 +29,10 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Split:
-    """Which of the files are fitted to, and which are held out: for the scale of the terms, and for defects."""
+    """Which of the files are fitted to, and which are held out: for the scale of the terms, and for defects.
+
+    Of very many files some are in none.
+    """
 
     fit: tuple[int, ...]
     scale: tuple[int, ...]
@@ -50,8 +53,8 @@ def split(count: int, seed: int = SEED) -> Split:
         raise CalibrationError(f"{count} good images are too few to tune on: give at least {FEWEST}, better 100")
     order = np.random.default_rng(seed).permutation(count).tolist()
     held = max(2, round(min(0.4 * count, max(FEWEST_HELD, HELD * count))))
-    rest, fit = order[:held], order[held:]
-    return Split(tuple(sorted(fit)), tuple(sorted(rest[: held // 2])), tuple(sorted(rest[held // 2 :])))
+    scale, bearing, fit = order[: held // 2], order[held // 2 : held], order[held:]
+    return Split(*(tuple(sorted(one)) for one in (fit[:MOST_FITTED], scale[:MOST_HELD], bearing[:MOST_HELD])))
 
 
 def doubt_of(count: int) -> str:
@@ -93,8 +96,10 @@ class Seen:
     images: Images
     photographs: dict[int, Images]
 
-    def __len__(self) -> int:
-        return len(self.images)
+    def pick(self, rows: Sequence[int]) -> "Seen":
+        """Return these of the pictures."""
+        chosen = list(rows)
+        return Seen(self.images[chosen], {size: images[chosen] for size, images in self.photographs.items()})
 
     @property
     def observations(self) -> Array:

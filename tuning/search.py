@@ -15,7 +15,7 @@ from mdps.runtime.settings import SamplerSettings
 from mdps.tuning.candidates import BLURS, KINDS, WEIGHTS, Candidate, Raw, Tried
 from mdps.tuning.compiled import Machine, Results
 from mdps.tuning.photographs import Seen
-from mdps.tuning.reconstruct import Reconstruction, Reconstructor
+from mdps.tuning.reconstruct import DDAD, Reconstruction, Reconstructor
 from mdps.tuning.statistics import (
     Blur,
     Distance,
@@ -36,6 +36,8 @@ BEST_TERMS = 3  # of the photograph, and of a reconstruction, that are summed in
 RECONSTRUCTED = 60  # good images to fit the statistics of a reconstruction to
 
 Array = NDArray[np.float32]
+Progress = Callable[[str, float], object]
+"""Is told what is begun, and which share of all steps lies behind."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +61,32 @@ class Search:
     work: Work
     machine: Machine = field(default_factory=Machine)
     minutes: float = MINUTES
-    progress: Callable[[str], object] = lambda _: None
+    progress: Progress = lambda *_: None
     tried: list[Tried] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    _steps: int = 1
+    _begun: int = 0
 
     def run(self, views: Sequence[View]) -> None:
         """Try everything, what is cheap first."""
+        samplers = self.reconstructor.samplers if self.reconstructor else {}
+        self._steps = len(views) + len(samplers) + BEST_SAMPLERS
         for view in views:
             self._within(f"statistics of the photograph at {_named(view)}", lambda view=view: self._photographs(view))
-        if self.reconstructor:
-            for name, sampler in self.reconstructor.samplers.items():
-                self._within(name, lambda name=name, sampler=sampler: self._reconstruction(name, sampler))
-            for name in self._best_samplers():
-                self._within(f"features of the residual, {name}", lambda name=name: self._residual(name))
-        self._within("sums of two terms", self._pairs)
+        for name, sampler in samplers.items():
+            self._within(name, lambda name=name, sampler=sampler: self._reconstruction(name, sampler))
+        for name in self._best_samplers():
+            self._within(f"features of the residual, {name}", lambda name=name: self._residual(name))
+        self._pairs()
+        for name in self.reconstructor.lacking if self.reconstructor else ():
+            self.left_out.append(f"{name} (the bundle has no graph {DDAD}: export it again)")
 
     def _within(self, name: str, do: Callable[[], None]) -> None:
         if self.work.seconds >= 60 * self.minutes:
             self.left_out.append(name)
             return
-        self.progress(name)
+        self.progress(name, self._begun / self._steps)
+        self._begun += 1
         do()
 
     def _add(self, *raws: Raw, weights: tuple[float, ...] = (1.0,)) -> None:

@@ -2,88 +2,42 @@
 
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mdps.models.backbones import Backbone, load_backbone
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import Bundle, LoadOptions
-from mdps.runtime.calibration import Calibration, calibrate
+from mdps.runtime.calibration import Calibration, CalibrationWarning
 from mdps.runtime.detector import Detector
+from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import MdpsError, UsageError, require
-from mdps.runtime.fitness import Fitness
 from mdps.runtime.image_files import find_images, odd_pictures
-from mdps.runtime.loading import open_detector
+from mdps.runtime.loading import choose_engine, open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspector
 from mdps.runtime.preprocessing import Observations
-from mdps.serving.fitness import measure
+from mdps.serving.calibrate import calibrated, fingerprint
 from mdps.tuning.candidates import TOP, Candidate, Tried, views
 from mdps.tuning.compiled import Machine
 from mdps.tuning.evidence import evidence
 from mdps.tuning.graphs import Fitted, Fused, write
 from mdps.tuning.options import TuneOptions
+from mdps.tuning.outcome import Outcome, Shown
 from mdps.tuning.photographs import Defects, Split, defects, doubt_of, photograph, see, side_of, split
 from mdps.tuning.reconstruct import Reconstructor
-from mdps.tuning.search import Images, Search, choose
+from mdps.tuning.report import write_report
+from mdps.tuning.search import Images, Progress, Search, choose
 from mdps.tuning.value import Truth
 from mdps.tuning.work import Work, hash_of
 
 TESTS, BESIDE = ("test", "ground_truth"), ("train", "ground_truth")
 TIMED = 15  # images by which the chosen detector's time is measured
 SLACK = 1.1  # of the budget: the parts' times were measured one after another
-
-Progress = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """The synthetic defects of the search as the tuned detector judged them: scores [m] and maps [m, H, W]."""
-
-    defects: Defects
-    scores: NDArray[np.float32]
-    maps: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All that a tuning found."""
-
-    chosen: Tried
-    search: Search
-    calibration: Calibration
-    ms: float
-    shown: Shown
-    evidence: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it as values of JSON."""
-        found = self.calibration.to_json()
-        return {"chosen": self.chosen.candidate.name, "ms": round(self.ms, 1), "calibration": found, **self.evidence}
-
-    def told(self) -> dict[str, Any]:
-        """Return it in a few words, by what they are of."""
-        ranked = sorted(self.search.tried, key=lambda one: -one.value)
-        fitness = self.calibration.fitness
-        return {
-            "chosen": self.chosen.candidate.name,
-            "value": f"{self.chosen.value:.3f}; the best of {len(ranked)} candidates: {ranked[0].value:.3f}",
-            "time": f"{self.ms:.0f} ms an image",
-            "found": _found(fitness) if fitness else "",
-        }
-
-
-def _found(fitness: Fitness) -> str:
-    """Say how many defects were found, by kind."""
-    kinds = ", ".join(f"{name} {kind.found}/{kind.shown}" for name, kind in fitness.kinds.items())
-    return f"ranks a defect above a good part in {fitness.auroc:.0%} of pairs; above the threshold: {kinds}"
 
 
 class _TooSlowError(MdpsError):
@@ -109,7 +63,12 @@ def refuse_tests(good: Path) -> None:
 
 
 def tune(
-    bundle: Path, good: Path, options: TuneOptions, asked: LoadOptions, rate: float, progress: Progress = lambda _: None
+    bundle: Path,
+    good: Path,
+    options: TuneOptions,
+    asked: LoadOptions,
+    rate: float,
+    progress: Progress = lambda *_: None,
 ) -> Outcome:
     """Tune the bundle for the product that is asked for, on images of good parts alone, and calibrate it.
 
@@ -130,8 +89,16 @@ def tune(
     work = Work(_work(bundle, options), _key(manifest, paths, options, asked))
     tuner = _Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
     outcome = tuner.run(work)
+    if outcome.calibration.doubt:
+        warnings.warn(outcome.calibration.doubt, CalibrationWarning, stacklevel=2)
+    write_report(report_of(bundle, options), outcome, f"Tuning of {manifest.name}, product {asked.product}")
     work.remove()
     return outcome
+
+
+def report_of(bundle: Path, options: TuneOptions) -> Path:
+    """Return where the page goes."""
+    return options.report or bundle.resolve().with_name(f"{bundle.resolve().name}.tune.html")
 
 
 def _work(bundle: Path, options: TuneOptions) -> Path:
@@ -162,8 +129,10 @@ class _Tuner:
     def run(self, work: Work) -> Outcome:
         sides = views(side_of(self.paths, self.manifest.preprocessing))
         bad, images = self._images(sorted({view.size for view in sides}))
-        machine = Machine(self.asked.engine, self.asked.threads)
-        reconstructor = Reconstructor(self.bundle, self.manifest, replace(self.asked, tuned=False, calibrated=False))
+        published = replace(self.asked, tuned=False, calibrated=False)
+        engine = choose_engine(Bundle.of(self.bundle, self.manifest, published), published)
+        machine = Machine(engine.name if engine.reads == "onnx" else DEFAULT, self.asked.threads)
+        reconstructor = Reconstructor(self.bundle, self.manifest, replace(published, engine=engine.name))
         search = Search(
             images, cache(self._backbone), reconstructor, work, machine, self.options.minutes, self.progress
         )  # fmt: skip
@@ -171,10 +140,12 @@ class _Tuner:
         return self._settle(search, bad)
 
     def _images(self, sizes: list[int]) -> tuple[Defects, Images]:
-        self.progress("reading images")
+        self.progress("reading images", 0.0)
         framing = self.manifest.preprocessing
-        fitted, held = (see(self._files(rows), framing, sizes) for rows in (self.parts.fit, self.parts.held))
-        self.progress("putting defects in")
+        count, rows = len(self.parts.fit), (*self.parts.fit, *self.parts.held)
+        seen = see(self._files(rows), framing, sizes)
+        fitted, held = seen.pick(range(count)), seen.pick(range(count, len(rows)))
+        self.progress("putting defects in", 0.0)
         bad = defects(self._files(self.parts.bearing), framing, sizes, self.options.per_kind)
         return bad, Images(fitted, held, bad.seen, len(self.parts.scale), Truth(bad.kinds, bad.masks))
 
@@ -199,7 +170,7 @@ class _Tuner:
             try:
                 return self._written(chosen, search, bad)
             except _TooSlowError as slow:
-                self.progress(f"{chosen.candidate.name}: {slow}")
+                self.progress(f"{chosen.candidate.name}: {slow}", 1.0)
                 budget = min(budget * self.options.budget_ms / slow.ms, 0.99 * chosen.ms)
         quickest = min((one.ms for one in search.tried), default=0.0)
         raise UsageError(
@@ -208,18 +179,19 @@ class _Tuner:
         )
 
     def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
-        told = evidence(search, chosen, self.options, self.parts)
+        fitted = [fingerprint(path) for path in self._files(self.parts.fit)]
+        told = evidence(search, chosen, self.options, self.parts) | {"fitted": fitted}
         found: dict[str, Any] = {}
 
-        def calibrated(manifest: Manifest) -> Calibration:
+        def fit(manifest: Manifest) -> Calibration:
             calibration, more = self._calibrated(manifest, bad)
             found.update(more)
             return calibration
 
-        self.progress(f"writing and calibrating {chosen.candidate.name}")
-        write(self.bundle, self.asked.product, self._fused(chosen.candidate, search, told), calibrated)
+        self.progress(f"writing and calibrating {chosen.candidate.name}", 1.0)
+        write(self.bundle, self.asked.product, self._fused(chosen.candidate, search, told), fit)
         calibration = Manifest.read(self.bundle, verify=False).calibrations[self.asked.product]
-        return Outcome(chosen, search, calibration, evidence=told, **found)
+        return Outcome(chosen, search, calibration, self.options.budget_ms, evidence=told, **found)
 
     def _fused(self, candidate: Candidate, search: Search, told: dict[str, Any]) -> Fused:
         count = search.images.count
@@ -241,15 +213,13 @@ class _Tuner:
         def detector(pipeline: Inspector, engine: str) -> Detector:
             return Detector(manifest, pipeline, product=asked.product, engine=engine, tuning=opened.tuning)
 
-        held, bearing = self._files(self.parts.held), self._files(self.parts.bearing)
+        held = self._files(self.parts.held)
         with open_detector(opened, asked, detector) as loaded:
             ms = median(loaded(path).times["total"] for path in held[:TIMED])
             if ms > SLACK * self.options.budget_ms:
                 raise _TooSlowError(ms)
-            calibration = calibrate(loaded, held, false_alarm_rate=self.rate)
-            scores = [result.score for result in loaded.batch(held)]
-            fitness = measure(loaded, calibration.threshold, bearing, good_scores=scores)
-            return replace(calibration, fitness=fitness), {"ms": ms, "shown": _shown(loaded, bad)}
+            calibration = calibrated(loaded, held, self.rate)
+            return calibration, {"ms": ms, "shown": _shown(loaded, bad)}
 
 
 def _shown(detector: Detector, bad: Defects) -> Shown:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mdps.runtime.atomic import write_bytes, write_text, writing
 from mdps.runtime.errors import require
 
-VERSION = 1  # of what is tried and how it is measured: a folder of another is begun anew
+VERSION = 2  # of what is tried and how it is measured: a folder of another is begun anew
 KEY = "key.json"
 
 Arrays = dict[str, NDArray[Any]]

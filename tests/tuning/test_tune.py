@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,10 +16,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mdps.cli import cli
+from mdps.commands.terminal import run
 from mdps.runtime import load
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError
 from mdps.runtime.manifest import FILE_NAME, Manifest
+from mdps.serving.calibrate import calibrate_folder, fingerprint
 from mdps.tuning.options import TuneOptions
 from mdps.tuning.tune import Outcome, refuse_tests, tune
 
@@ -97,22 +101,64 @@ def test_a_run_that_was_killed_goes_on_to_the_same_choice(
     program = (
         "import os, signal; from pathlib import Path; from mdps.runtime.bundle import LoadOptions;"
         "from mdps.tuning.options import TuneOptions; from mdps.tuning.tune import tune\n"
-        "def progress(said):\n    if said.startswith('DDAD, 3'): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def progress(said, share):\n    if said.startswith('DDAD, 3'): os.kill(os.getpid(), signal.SIGKILL)\n"
         f"tune(Path({str(bundle)!r}), Path({str(good)!r}), TuneOptions(budget_ms=1e6, per_kind=1),"
         "LoadOptions(threads=1), 0.05, progress)"
     )
     done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not Manifest.read(bundle).tunings
-    assert len(list(bundle.with_name("bundle.tune").glob("*.npz"))) == 3 + 5  # views and samplers
+    assert len(list(bundle.with_name("bundle.tune").glob("*.npz"))) == 3 + 6  # views and samplers
     found = tuned(bundle, good, ALL)
     ours, theirs = ({one.candidate.name: one.value for one in run.search.tried} for run in (found, whole[1]))
     assert ours == theirs
 
 
+def test_the_page_shows_every_defect_and_the_choice(whole: tuple[Path, Outcome]) -> None:
+    bundle, found = whole
+    page = bundle.with_name("bundle.tune.html").read_text(encoding="utf-8")
+    assert page.count("<figure>") == len(found.search.images.truth.kinds) == page.count("data:image/jpeg")
+    missed = sum(float(score) <= found.calibration.threshold for score in found.shown.scores)
+    assert page.count(">missed<") == missed
+    assert f"Chosen: {found.chosen.candidate.name}." in page
+    assert page.count("<circle") == len(found.search.tried)
+    assert found.calibration.doubt in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_calibration_leaves_out_what_the_tuning_was_fitted_to(
+    whole: tuple[Path, Outcome], good: Path, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(whole[0], tmp_path / "bundle"))
+    with pytest.warns(UserWarning, match="6 of 10 images are those that `mdps tune` fitted the detector to"):
+        found = calibrate_folder(bundle, good, 0.05, threads=1)
+    assert found.images == 4
+    assert found.threshold == pytest.approx(whole[1].calibration.threshold)
+    fitted = [path for path in good.iterdir() if fingerprint(path) in whole[1].evidence["fitted"]]
+    only = tmp_path / "only"
+    only.mkdir()
+    for path in fitted:
+        shutil.copy(path, only)
+    with pytest.raises(CalibrationError, match=r"6 of 6 images .* give others"):
+        calibrate_folder(bundle, only, 0.05, threads=1)
+
+
+def test_the_command_tells_what_it_chose(bundle: Path, good: Path, capsys: Any) -> None:
+    keys = ["--set", "minutes=1e-9", "--set", "per-kind=1", "--set", f"report={bundle.parent / 'page.html'}"]
+    asked = ["tune", str(bundle), str(good), "--budget-ms", "1e6", "--threads", "1", *keys]
+    assert run(cli, [*asked, "--json"]) == 0
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert (told["tried"], told["defects"], len(told["fitted"])) == (6, 14, 6)
+    assert f"wrote {bundle.parent / 'page.html'}" in said.err
+    assert run(cli, asked) == 0
+    assert re.search(r"chosen: (shared|position|bank), 40 pixels.*\ntime: \d+ ms an image", capsys.readouterr().out)
+
+
 def test_candidates_that_no_time_is_left_for_are_named(bundle: Path, good: Path) -> None:
     found = tuned(bundle, good)
-    assert found.search.left_out[-1] == "sums of two terms"
+    assert found.search.left_out[-1] == "DDAD, 10 calls"
+    assert {raw.of for one in found.search.tried for raw in one.candidate.raws} == {"photograph"}
     assert Manifest.read(bundle).tunings["default"].evidence["left_out"] == found.search.left_out
 
 
@@ -126,7 +172,7 @@ def test_nothing_is_written_where_nothing_fits_the_budget(bundle: Path, good: Pa
 def test_images_that_cannot_be_read_are_named(bundle: Path, good: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(good, tmp_path / "broken"))
     (broken / "03.png").write_bytes(b"no picture")
-    with pytest.raises(ImageError, match=r"1 of 6 images cannot be read.*03\.png"):
+    with pytest.raises(ImageError, match=r"1 of 10 images cannot be read.*03\.png"):
         tuned(bundle, broken)
 
 
