@@ -149,7 +149,7 @@ def test_the_command_tells_what_it_chose(bundle: Path, good: Path, capsys: Any) 
     assert run(cli, [*asked, "--json"]) == 0
     said = capsys.readouterr()
     told = json.loads(said.out)
-    assert (told["tried"], told["defects"], len(told["fitted"])) == (6, 14, 6)
+    assert (told["tried"], told["defects"], len(told["fitted"])) == (15, 14, 6)
     assert f"wrote {bundle.parent / 'page.html'}" in said.err
     assert run(cli, asked) == 0
     assert re.search(r"chosen: (shared|position|bank), 40 pixels.*\ntime: \d+ ms an image", capsys.readouterr().out)
