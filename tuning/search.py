@@ -233,7 +233,7 @@ class Search:
                     self._add(mine, other, weights=weights)
         for mine, other in combinations(ours, 2):
             if mine.view == other.view:  # one run of the feature network serves both
-                self._add(mine, other)
+                self._add(mine, other, weights=WEIGHTS[0])
 
 
 def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
