@@ -63,7 +63,7 @@ def _words(outcome: Outcome) -> list[str]:
         f"allowed, and is worth {chosen.value:.3f}: {outcome.evidence['formula']}."
     ]
     if best.candidate is not chosen.candidate:
-        why = "not told apart by so few defects" if best.ms <= outcome.budget_ms else f"at {best.ms:.0f} ms beyond the budget"
+        why = "equal within the error" if best.ms <= outcome.budget_ms else f"at {best.ms:.0f} ms beyond the budget"
         words.append(f"The highest value has {best.candidate.name}, {best.value:.3f}: {why}.")
     if search.left_out:
         words.append(f"No time was left for: {'; '.join(search.left_out)}.")
