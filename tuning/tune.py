@@ -4,7 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from mdps.tuning.photographs import Defects, Split, defects, doubt_of, photograp
 from mdps.tuning.reconstruct import Reconstructor
 from mdps.tuning.report import write_report
 from mdps.tuning.search import Images, Progress, Search, choose
+from mdps.tuning.statistics import View
 from mdps.tuning.value import Truth
 from mdps.tuning.work import Work, hash_of
 
@@ -86,8 +87,8 @@ def tune(
             warnings.warn(sentence, stacklevel=2)
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no file can be made, none of it can be written at the end
-    work = Work(_work(bundle, options), _key(manifest, paths, options, asked))
-    tuner = _Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
+    tuner = Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
+    work = Work(_work(bundle, options), tuner.key)
     outcome = tuner.run(work)
     if outcome.calibration.doubt:
         warnings.warn(outcome.calibration.doubt, CalibrationWarning, stacklevel=2)
@@ -101,22 +102,23 @@ def report_of(bundle: Path, options: TuneOptions) -> Path:
     return options.report or bundle.resolve().with_name(f"{bundle.resolve().name}.tune.html")
 
 
+def none_fits(search: Search, budget_ms: float) -> UsageError:
+    """Return the error where no candidate keeps the budget."""
+    quickest = min((one.ms for one in search.tried), default=0.0)
+    return UsageError(
+        f"no detector fits in {budget_ms:g} ms an image on this machine, where the quickest takes "
+        f"{quickest:.0f} ms: give more --budget-ms"
+    )
+
+
 def _work(bundle: Path, options: TuneOptions) -> Path:
     return options.work or bundle.resolve().with_name(f"{bundle.resolve().name}.tune")
 
 
-def _key(manifest: Manifest, paths: Sequence[Path], options: TuneOptions, asked: LoadOptions) -> dict[str, Any]:
-    return {
-        "bundle": {role: manifest.files[graph.file].sha256 for role, graph in manifest.graphs.items()},
-        "framing": manifest.preprocessing.to_json(),
-        "images": hash_of(paths),
-        "defects a kind": options.per_kind,
-        "engine": [asked.engine, asked.threads],
-    }
-
-
 @dataclass(frozen=True)
-class _Tuner:
+class Tuner:
+    """A bundle, the images to tune it on and how: makes what a search needs, and settles what it found."""
+
     bundle: Path
     manifest: Manifest
     paths: list[Path]
@@ -127,21 +129,48 @@ class _Tuner:
     progress: Progress
 
     def run(self, work: Work) -> Outcome:
-        sides = views(side_of(self.paths, self.manifest.preprocessing))
-        bad, images = self._images(sorted({view.size for view in sides}))
+        """Search, and write and calibrate the best that keeps the budget."""
+        bad, images = self.images()
+        search = self.search(images, work)
+        search.run(self.views)
+        return self._settle(search, bad)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """All that the results of a search depend on."""
+        files, graphs = self.manifest.files, self.manifest.graphs
+        return {
+            "bundle": {role: files[graph.file].sha256 for role, graph in graphs.items()},
+            "framing": self.manifest.preprocessing.to_json(),
+            "images": hash_of(self.paths),
+            "defects a kind": self.options.per_kind,
+            "engine": [self.asked.engine, self.asked.threads],
+        }
+
+    @cached_property
+    def views(self) -> list[View]:
+        """Of the photographs."""
+        return views(side_of(self.paths, self.manifest.preprocessing))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sides of the photographs in all views."""
+        return sorted({view.size for view in self.views})
+
+    def search(self, images: Images, work: Work) -> Search:
+        """Return the search among all candidates by these images, not yet begun."""
         published = replace(self.asked, tuned=False, calibrated=False)
         engine = choose_engine(Bundle.of(self.bundle, self.manifest, published), published)
         machine = Machine(engine.name if engine.reads == "onnx" else DEFAULT, self.asked.threads)
         reconstructor = Reconstructor(self.bundle, self.manifest, replace(published, engine=engine.name))
-        search = Search(
+        return Search(
             images, cache(self._backbone), reconstructor, work, machine, self.options.minutes, self.progress
         )  # fmt: skip
-        search.run(sides)
-        return self._settle(search, bad)
 
-    def _images(self, sizes: list[int]) -> tuple[Defects, Images]:
+    def images(self) -> tuple[Defects, Images]:
+        """Return synthetic defects, and the images of a search with them."""
         self.progress("reading images", 0.0)
-        framing = self.manifest.preprocessing
+        framing, sizes = self.manifest.preprocessing, self.sizes
         count, rows = len(self.parts.fit), (*self.parts.fit, *self.parts.held)
         seen = see(self._files(rows), framing, sizes)
         fitted, held = seen.pick(range(count)), seen.pick(range(count, len(rows)))
@@ -172,11 +201,7 @@ class _Tuner:
             except _TooSlowError as slow:
                 self.progress(f"{chosen.candidate.name}: {slow}", 1.0)
                 budget = min(budget * self.options.budget_ms / slow.ms, 0.99 * chosen.ms)
-        quickest = min((one.ms for one in search.tried), default=0.0)
-        raise UsageError(
-            f"no detector fits in {self.options.budget_ms:g} ms an image on this machine, where the quickest takes "
-            f"{quickest:.0f} ms: give more --budget-ms"
-        )
+        raise none_fits(search, self.options.budget_ms)
 
     def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
         fitted = [fingerprint(path) for path in self._files(self.parts.fit)]

@@ -93,6 +93,16 @@ def find_categories(path: Path | str) -> tuple[Category, ...]:
     return found
 
 
+def category_of(dataset: Path, name: str | None = None) -> Category:
+    """The one category in `dataset`, or that of this name; UsageError where it has others or several."""
+    categories = find_categories(dataset)
+    chosen = [category for category in categories if name in (None, category.name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(category.name for category in categories)
+    raise UsageError(f"one category is measured at a time, {dataset} has {names}: give the folder of one")
+
+
 def natural(path: Path) -> tuple[list[str | int], str]:
     """Sorting key: numbers inside a name count as numbers, case does not count, and no two names are equal."""
     words = re.split("([0-9]+)", path.name.casefold())

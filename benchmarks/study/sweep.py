@@ -12,10 +12,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mdps.benchmarks.data import category_of
 from mdps.benchmarks.kit import Fields, Say, figure_png, quiet, table, write_report
 from mdps.benchmarks.options import SweepOptions
 from mdps.benchmarks.study import Bundles
-from mdps.benchmarks.study.terms import Scoring, TermStore, TestSet, category_of, load_test_set, masks, scores
+from mdps.benchmarks.study.terms import Scoring, TermStore, TestSet, load_test_set, masks, scores
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.settings import Settings, paper_settings

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter
 from tqdm import tqdm
 
-from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.data.samples import Category, Sample, enlarged, truth_in_box
 from mdps.benchmarks.kit import digest, write_arrays
 from mdps.benchmarks.metrics import auroc
 from mdps.benchmarks.metrics.pixels import PixelMetrics
 from mdps.benchmarks.study import Changes
 from mdps.runtime.bundle import Bundle
-from mdps.runtime.errors import ImageError, UsageError
+from mdps.runtime.errors import ImageError
 from mdps.runtime.graphs import SCORE
 from mdps.runtime.loading import open_pipeline
 from mdps.runtime.manifest import Manifest
@@ -171,15 +170,6 @@ def _truth(sample: Sample, preprocessing: Preprocessing, largest: int | None) ->
     except ImageError:
         return None
     return truth_in_box(whole, preprocessing.covered_box((whole.shape[1], whole.shape[0])), largest)
-
-
-def category_of(dataset: Path, name: str | None) -> Category:
-    categories = find_categories(dataset)
-    chosen = [category for category in categories if name in (None, category.name)]
-    if len(chosen) == 1:
-        return chosen[0]
-    names = ", ".join(category.name for category in categories)
-    raise UsageError(f"a sweep is over one category, {dataset} has {names}: name one with --category")
 
 
 class TermStore:

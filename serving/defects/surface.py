@@ -93,7 +93,7 @@ def missing(scene: Scene) -> Change:
     The background is what shows there; on a surface, which has none, the median of the surroundings, off a little.
     """
     if scene.size == "large" and scene.ground.background is not None and scene.rng.random() < 0.5:
-        return _broken_off(scene)
+        return broken_off(scene, scene.rng.uniform(0, 2 * math.pi), scene.rng.uniform(0.1, 0.33))
     length, rng = scene.length(), scene.rng
     cells = scene.ground.outline if rng.random() < 0.5 else scene.ground.part
     window = scene.around(scene.somewhere(cells), 0.8 * length + 2)
@@ -109,18 +109,16 @@ def _behind(scene: Scene, old: Floats) -> Floats:
     return np.asarray(np.median(old.reshape(-1, 3), axis=0) + scene.tone(old, 80.0) + noise, dtype=np.float32)
 
 
-def _broken_off(scene: Scene) -> Change:
-    """Take away all of the part that lies beyond a ragged line."""
-    rng = scene.rng
+def broken_off(scene: Scene, turn: float, share: float) -> Change:
+    """Take this share of the part away: all that lies beyond a ragged line across the direction `turn`."""
     rows, columns = np.nonzero(scene.ground.part)
     height, width = scene.image.shape[:2]
     cell = height / scene.ground.part.shape[0]
-    turn = rng.uniform(0, 2 * math.pi)
     distance = (rows + 0.5) * cell * math.sin(turn) + (columns + 0.5) * cell * math.cos(turn)
-    limit = float(np.quantile(distance, 1 - rng.uniform(0.1, 0.33)))
+    limit = float(np.quantile(distance, 1 - share))
     window = scene.around((0.0, 0.0), max(height, width))
     beyond = turned(window, turn)[0] - limit
-    beyond = beyond + clouds(window, 0.15 * scene.side, rng) * 0.015 * scene.side
+    beyond = beyond + clouds(window, 0.15 * scene.side, scene.rng) * 0.015 * scene.side
     return blend(window, scene.image, ramp(beyond), _behind(scene, window.of(scene.image)))
 
 

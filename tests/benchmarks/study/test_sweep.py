@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mdps.benchmarks.data import find_categories
+from mdps.benchmarks.data import category_of, find_categories
 from mdps.benchmarks.evaluate import evaluate
 from mdps.benchmarks.evaluate.bundle import BundlePredictor
 from mdps.benchmarks.options import SweepOptions
@@ -25,7 +25,7 @@ from mdps.benchmarks.study.sweep import (
     run_sweep,
     sweep,
 )
-from mdps.benchmarks.study.terms import Scoring, Terms, category_of, draw, load_test_set, masks, scores
+from mdps.benchmarks.study.terms import Scoring, Terms, draw, load_test_set, masks, scores
 from mdps.cli import cli
 from mdps.commands.terminal import run
 from mdps.runtime import load
@@ -189,7 +189,7 @@ def test_several_categories_need_a_choice(make_category: Callable[..., Path], pl
     make_category("b", good=1, defective=1)
     from mdps.runtime.preprocessing import Preprocessing
 
-    with pytest.raises(UsageError, match="has a, b: name one with --category"):
+    with pytest.raises(UsageError, match="has a, b: give the folder of one"):
         category_of(root, None)
     found = load_test_set(category_of(root, "b"), Preprocessing(image_size=(32, 32)), 1, 256)
     assert found.observations.shape == (2, 3, 32, 32)
