@@ -159,5 +159,5 @@ class Tried:
     @classmethod
     def of(cls, candidate: Candidate, truth: Truth, count: int) -> "Tried":
         """Value a candidate on the images of the search; `count` as in `Raw.scale`."""
-        size: tuple[int, int] = truth.masks.shape[1:]  # type: ignore[assignment]
+        size: tuple[int, int] = truth.masks.shape[1:]
         return cls(candidate, truth.values(*candidate.fused(count, size), TOP))

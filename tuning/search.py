@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -72,11 +73,11 @@ class Search:
         samplers = self.reconstructor.samplers if self.reconstructor else {}
         self._steps = len(views) + len(samplers) + BEST_SAMPLERS
         for view in views:
-            self._within(f"statistics of the photograph at {_named(view)}", lambda view=view: self._photographs(view))
+            self._within(f"statistics of the photograph at {_named(view)}", partial(self._photographs, view))
         for name, sampler in samplers.items():
-            self._within(name, lambda name=name, sampler=sampler: self._reconstruction(name, sampler))
+            self._within(name, partial(self._reconstruction, name, sampler))
         for name in self._best_samplers():
-            self._within(f"features of the residual, {name}", lambda name=name: self._residual(name))
+            self._within(f"features of the residual, {name}", partial(self._residual, name))
         self._pairs()
         for name in self.reconstructor.lacking if self.reconstructor else ():
             self.left_out.append(f"{name} (the bundle has no graph {DDAD}: export it again)")

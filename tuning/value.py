@@ -55,7 +55,8 @@ class Truth:
 def scores(maps: Array, top: int) -> Array:
     """Return the mean of the `top` largest pixels of each map."""
     flat = maps.reshape(len(maps), -1)
-    return np.partition(flat, -top, axis=1)[:, -top:].mean(axis=1)
+    found: Array = np.partition(flat, -top, axis=1)[:, -top:].mean(axis=1)
+    return found
 
 
 def reduced(mask: NDArray[np.bool_], size: tuple[int, int]) -> NDArray[np.bool_]:
