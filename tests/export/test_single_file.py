@@ -318,10 +318,8 @@ def forget_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = module.compose
 
     def forgetful(folder: Path, detector: Detector) -> onnx.ModelProto:
-        detector.manifest = replace(
-            detector.manifest,
-            settings=replace(detector.settings, mask=replace(detector.settings.mask, mask_lambda=0.9)),
-        )
+        mask = replace(detector.settings.mask, mask_lambda=0.9)
+        monkeypatch.setattr(detector, "_settings", replace(detector.settings, mask=mask))
         return whole(folder, detector)
 
     monkeypatch.setattr(module, "compose", forgetful)

@@ -28,6 +28,7 @@ from mdps.models.checkpoints.statements import read_sidecar
 from mdps.runtime import load
 from mdps.runtime.pictures import read_image
 from mdps.runtime.pipeline import check_finite
+from mdps.runtime.preprocessing import Observations
 
 ROOT = Path(__file__).resolve().parents[2]
 BOM = b"\xef\xbb\xbf"  # what Notepad and PowerShell write in front of UTF-8
@@ -200,7 +201,8 @@ def test_an_image_that_becomes_nan_is_counted_and_has_no_verdict() -> None:
             try:
                 with pytest.raises(Refusal) as refused:
                     await model.predict(
-                        lambda _: np.zeros((3, 2, 2), np.float32), asyncio.get_running_loop().time() + 60
+                        lambda _: Observations(np.zeros((1, 3, 2, 2), np.float32)),
+                        asyncio.get_running_loop().time() + 60,
                     )
             finally:
                 await asyncio.to_thread(model.close)

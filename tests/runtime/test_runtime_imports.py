@@ -29,6 +29,7 @@ WHOLE_PATH = {
 ALSO_MODELS = {"benchmarks/bench/eager.py", "benchmarks/bench/local.py", "benchmarks/peers/fitting.py"}
 # An evaluation is shown with the pictures and pages of an inspection.
 ALSO_SERVING = {f"benchmarks/evaluate/{name}.py" for name in ("bundle", "gallery", "report")}
+ALSO_SERVING |= {"benchmarks/missing.py"}  # draws large missing parts as a calibration draws defects
 # A table of the paper needs a bundle a variant, a comparison one a method and size; a study of precision writes graphs.
 ALSO_EXPORT = {"benchmarks/study/__init__.py", "benchmarks/bench/reexport.py", "benchmarks/trade/bundles.py"}
 RUNTIME_MODULES = sorted(

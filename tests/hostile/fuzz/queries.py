@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from PIL import Image
 from starlette.routing import Router
 
 from mdps.runtime.detector import Result
-from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.preprocessing import Observations, Preprocessing
 from mdps.serving.http import endpoints
 from mdps.serving.http.guard import Guard
 from mdps.serving.http.model import Loaded, Model
@@ -47,13 +48,18 @@ class _Loud(Guard):
 class _Looking:
     """A detector that finds nothing."""
 
-    calibration = SimpleNamespace(threshold=0.5, map_low=0.0, map_high=1.0)
+    calibration = SimpleNamespace(threshold=0.5, map_low=0.0, map_high=1.0, fitness=None)
+    doubt = ""
     engine = "none"
     provenance = MappingProxyType({"engines": {}})
     preprocessing = Preprocessing((16, 16))
     warm_up_seconds = 0.0
 
-    def judge(self, observations: Any) -> list[Result]:
+    def observe(self, pictures: Sequence[Any]) -> Observations:
+        return Observations(np.stack([self.preprocessing(picture) for picture in pictures]))
+
+    def judge(self, seen_all: Observations) -> list[Result]:
+        observations = seen_all.images
         assert observations.dtype == np.float32
         assert observations.shape[1:] == (3, 16, 16)
         assert np.isfinite(observations).all()
