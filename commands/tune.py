@@ -37,7 +37,8 @@ def tune(
     """Choose the detector that fits these parts within a time, by defects put into images of good ones.
 
     Tries statistics of good parts, reconstructions of few calls and sums of both, and stores the best in the bundle,
-    calibrated. Use images that took no part in training, never those of a test; a part of them is held out by itself.
+    calibrated. A part of the images is held out for that. Best are images that took no part in training; never give
+    those of a test.
     """
     from mdps.commands.messages import describe_calibration, next_predict
     from mdps.runtime.manifest import Manifest

@@ -7,6 +7,7 @@ arithmetic of a step in float32 (`linearize`, `step`).
 
 import copy
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -87,12 +88,12 @@ def _watched(network: UNet, x: Tensor, timestep: Tensor, cotangent: Tensor) -> l
     return watch.seen
 
 
-class Watcher(TorchFunctionMode):
+class Watcher(TorchFunctionMode, ABC):
     """A mode under which every call of a torch function goes through `called`."""
 
+    @abstractmethod
     def called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the call gives."""
-        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.called(func, args, kwargs or {})

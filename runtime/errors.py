@@ -1,5 +1,7 @@
 """Errors as one sentence that a user can act on; `exit_code` is the code the command line leaves with."""
 
+from collections.abc import Sequence
+
 
 class MdpsError(Exception):
     """Base of every error this project raises on purpose; its text is one sentence for the user."""
@@ -44,3 +46,13 @@ def require(condition: bool, sentence: str) -> None:
     """Raise UsageError with `sentence` unless `condition` holds."""
     if not condition:
         raise UsageError(sentence)
+
+
+def refuse_unreadable(faults: Sequence[str], images: int, what: str) -> None:
+    """Raise ImageError, naming up to five, where there are faults: `what` uses all of so many `images` or none."""
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise ImageError(
+            f"{len(faults)} of {images} images cannot be read, and {what} uses all of them or none: "
+            f"{'; '.join(faults[:5])}{more}"
+        )

@@ -1,4 +1,4 @@
-"""The four graphs of a bundle, by their roles: two steps, features and score."""
+"""The graphs of a bundle, by their roles: three steps, features and score."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

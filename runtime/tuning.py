@@ -9,6 +9,11 @@ from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.settings import SamplerSettings, Settings
 
+StatisticKind = Literal["position", "shared", "bank"]
+Kind = Literal["map", "pixels", StatisticKind]
+FeatureSource = Literal["photograph", "residual"]
+Source = Literal[FeatureSource, "reconstruction"]
+
 PHOTOGRAPH, FUSION = "photograph", "fusion"
 """Roles of a tuning's graphs beside its terms: features of the photograph, and the sum of the scaled terms."""
 
@@ -26,8 +31,8 @@ class Term(Record):
     """
 
     name: str
-    kind: Literal["map", "pixels", "position", "shared", "bank"]
-    of: Literal["photograph", "residual", "reconstruction"]
+    kind: Kind
+    of: Source
     low: float
     high: float
     weight: float

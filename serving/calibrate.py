@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate, load
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import LoadFields
-from mdps.runtime.errors import CalibrationError, ImageError
+from mdps.runtime.errors import CalibrationError, ImageError, refuse_unreadable
 from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
@@ -32,12 +32,7 @@ def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
             preprocessing(image)
         except ImageError as error:
             faults.append(str(error))
-    if faults:
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ImageError(
-            f"{len(faults)} of {len(images)} images cannot be read, and a calibration uses all of them or none: "
-            f"{'; '.join(faults[:5])}{more}"
-        )
+    refuse_unreadable(faults, len(images), "a calibration")
 
 
 def calibrate_folder(

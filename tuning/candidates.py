@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from mdps.runtime.settings import PassSettings, SamplerSettings
-from mdps.runtime.tuning import Term
+from mdps.runtime.tuning import Kind, Source, StatisticKind, Term
 from mdps.tuning.statistics import Statistic, View
 from mdps.tuning.value import KindValue, Truth, worst_aware
 
 LOW, HIGH = 0.5, 0.995  # quantiles of the maps of held-out good images that become 0 and 1
 TOP = 1  # pixels that the score counts
 BLURS = (0.0, 1.0, 2.0, 6.0)
-KINDS: tuple[Literal["position", "shared", "bank"], ...] = ("shared", "position", "bank")
+KINDS: tuple[StatisticKind, ...] = ("shared", "position", "bank")  # the quickest first
 WEIGHTS = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
 
 Array = NDArray[np.float32]
@@ -67,8 +67,8 @@ class Raw:
     """
 
     name: str
-    kind: Literal["map", "pixels", "position", "shared", "bank"]
-    of: Literal["photograph", "residual", "reconstruction"]
+    kind: Kind
+    of: Source
     blur: float
     sources: dict[str, float]
     good: Array

@@ -1,9 +1,8 @@
 """The record of a search that goes into a tuning: what was tried, on what, and what came of it."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mdps import __version__
+from mdps.runtime.machine import versions
 from mdps.tuning.candidates import HIGH, LOW, Tried
 from mdps.tuning.options import TuneOptions
 from mdps.tuning.photographs import SEED, Split
@@ -33,7 +32,7 @@ def evidence(search: Search, chosen: Tried, options: TuneOptions, parts: Split) 
             row(one, options.budget_ms, detailed=index < DETAILED or one is chosen) for index, one in enumerate(told)
         ],
         "left_out": search.left_out,
-        "versions": {"mdps": __version__, **{name: _version(name) for name in _LIBRARIES}},
+        "versions": versions(*_LIBRARIES),
     }
 
 
@@ -46,10 +45,3 @@ def row(one: Tried, budget_ms: float, *, detailed: bool) -> dict[str, Any]:
         "eligible": one.ms <= budget_ms,
     }
     return found | ({"kinds": {kind: [at.image, at.pixel] for kind, at in one.kinds.items()}} if detailed else {})
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mdps.runtime.errors import CalibrationError, ImageError
+from mdps.runtime.errors import CalibrationError, ImageError, refuse_unreadable
 from mdps.runtime.image_files import known_headers
 from mdps.runtime.pictures import describe, read_image
 from mdps.runtime.preprocessing import Picture, Preprocessing, to_uint8, to_unit
@@ -129,12 +129,7 @@ def see(pictures: Iterable[Picture], bundle: Preprocessing, sizes: Sequence[int]
             continue
         for one, array in zip(kept, found, strict=True):
             one.append(to_uint8(array))
-    if faults:
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise ImageError(
-            f"{len(faults)} of {len(faults) + len(kept[0])} images cannot be read, and a tuning uses all of them or "
-            f"none: {'; '.join(faults[:5])}{more}"
-        )
+    refuse_unreadable(faults, len(faults) + len(kept[0]), "a tuning")
     images, *photographs = (np.stack(one) for one in kept)
     return Seen(images, dict(zip(sizes, photographs, strict=True)))
 

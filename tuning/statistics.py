@@ -3,9 +3,10 @@
 Fits are in float64; torch's batched linear algebra is not used, which on some processors is wrong with two threads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,12 @@ from torch.nn import functional as F
 from mdps.export.score import Features
 from mdps.models.backbones import Backbone
 from mdps.runtime.errors import require
-from mdps.runtime.tuning import Term
+from mdps.runtime.tuning import FeatureSource, StatisticKind, Term
 
 RIDGE = 0.01
 """Of the mean variance, added to every variance: a direction in which few good parts differ must not decide alone."""
 POSITION_BYTES = 2**25
-"""What the directions of a Gaussian a position may take; beyond, the ones of least variance share their mean."""
+"""The room of the directions of a Gaussian a position; beyond it, those of least variance share their mean."""
 DRAWN, KEPT, SEED = 20_000, 1_200, 0
 """Patches among which those of a bank are chosen, how many are, and the seed of the draw."""
 BLURRED = 64
@@ -46,8 +47,8 @@ class View:
 class Statistic:
     """A term to fit: kind and source as in `Term`, and the sigma of its blur in pixels of a map of 64 x 64."""
 
-    kind: Literal["position", "shared", "bank"]
-    of: Literal["photograph", "residual"]
+    kind: StatisticKind
+    of: FeatureSource
     view: View
     blur: float
 
@@ -128,7 +129,7 @@ class Residual(nn.Module):
         return raw
 
 
-class Distance(nn.Module):
+class Distance(nn.Module, ABC):
     """Stages of features -> raw map [B, 1, grid, grid], blurred."""
 
     def __init__(self, statistic: Statistic) -> None:
@@ -142,9 +143,9 @@ class Distance(nn.Module):
         blurred: Tensor = self.blur(torch.sqrt(torch.clamp(squared, min=0.0)).reshape(-1, 1, grid, grid))
         return blurred
 
+    @abstractmethod
     def squared(self, features: Tensor) -> Tensor:
         """Return squared distances [B, grid * grid] of features [B, C, grid, grid]."""
-        raise NotImplementedError
 
 
 class Position(Distance):
