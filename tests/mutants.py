@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = ["pytest", "numpy", "PIL.Image", "torch", "onnx", "onnxruntime", "diffusers.schedulers.scheduling_ddim"]
-PACKAGES = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training")
+PACKAGES = ("benchmarks", "commands", "export", "models", "runtime", "serving", "training", "tuning")
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "out", "runs", "demo-report", "build", "dist")
 LONGEST = 3600.0  # seconds of one run; a busy machine is no survivor
 BROKEN = "the change or the tests do not load"
@@ -508,6 +508,70 @@ MUTANTS = (
         "is_other = item.engine is None",
         "after a reload images are judged by the model before it",
         ("test_each_item_is_judged_by_the_engine_it_was_prepared_for",),
+    ),
+    # a tuned detector, and whether one sees defects at all
+    Mutant(
+        "cascade-band", "Fused._one",
+        'cascade.low <= float(found["anomaly_score"][0]) <= cascade.high',
+        'cascade.low < float(found["anomaly_score"][0]) < cascade.high',
+        "an image on the end of the band is not judged again",
+        ("test_a_cascade_sends_exactly_its_band_to_the_published_method",),
+    ),
+    Mutant(
+        "cascade-cut", "_mapped",
+        "np.clip(score, low, np.float32(cascade.high))",
+        "score",
+        "the published score leaves the band",
+        ("test_a_cascade_sends_exactly_its_band_to_the_published_method",),
+    ),
+    Mutant(
+        "fusion-scale", "Fusion.__init__",
+        "[term.weight / (term.high - term.low) for term in terms]",
+        "[term.weight for term in terms]",
+        "terms are not on one scale",
+        ("test_fusion_is_the_weighted_sum_on_one_scale",),
+    ),
+    Mutant(
+        "other-tuning", "_calibration",
+        "calibration.tuned != bundle.tuned",
+        "False",
+        "the threshold of another detector of the bundle applies",
+        ("test_a_calibration_is_of_one_tuning",),
+    ),
+    Mutant(
+        "fitness-floor", "Fitness.fit",
+        "self.auroc >= FLOOR",
+        "self.auroc > FLOOR",
+        "a detector at the floor is refused",
+        ("test_of_another_nothing_is_said",),
+    ),
+    Mutant(
+        "fitness-refused", "_calibration",
+        "calibration.doubt and not options.force",
+        "False",
+        "a detector that sees no defects gives verdicts",
+        ("test_predict_refuses_it_in_one_sentence",),
+    ),
+    Mutant(
+        "tuning-ties", "_equal",
+        "differences.mean() <= differences.std(ddof=1) / np.sqrt(len(differences))",
+        "differences.mean() <= 0",
+        "a candidate that a few defects do not tell from the best is no equal",
+        ("test_of_equals_the_simpler_and_then_the_better_is_chosen",),
+    ),
+    Mutant(
+        "tuning-worst", "worst_aware",
+        "sorted(kind.mean for kind in kinds.values())",
+        "sorted((kind.mean for kind in kinds.values()), reverse=True)",
+        "the best kinds count most",
+        ("test_the_worst_kinds_count_most",),
+    ),
+    Mutant(
+        "tuning-fitted", "_held_out",
+        "fingerprint(image) not in fitted",
+        "True",
+        "a threshold by images that a tuning was fitted to",
+        ("test_a_calibration_leaves_out_what_the_tuning_was_fitted_to",),
     ),
 )  # fmt: skip
 
