@@ -16,10 +16,11 @@ from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import Settings
+from mdps.runtime.tiles import Tiling
 from mdps.runtime.tuning import Tuning
 
 FILE_NAME = "manifest.json"
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 50
 
@@ -69,7 +70,12 @@ def _filled(obj: Any, path: tuple[str, ...], defaults: dict[str, Any]) -> Any:
     return obj | {key: _filled(obj[key], path[1:], defaults) for key in keys}
 
 
-MIGRATIONS: dict[int, Migration] = {4: _add_fields, 5: _add_tuning}
+def _add_tiles(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 6 knew photographs that are shrunk to the network's size, and no tiles."""
+    return {"tiles": None} | obj
+
+
+MIGRATIONS: dict[int, Migration] = {4: _add_fields, 5: _add_tuning, 6: _add_tiles}
 """From each older schema version to the next one; those before 4 were never released."""
 
 
@@ -132,7 +138,8 @@ class Manifest(Record):
     `graphs` maps a role (guided_step, plain_step, ddad_step, features, score) to its file; `calibrations` a product's
     name to its calibration, `tunings` to its tuning; `files` each plain file name to its hash. `precision` is that of
     the step graphs, `plans` are built from the graphs for engines of plans. `network`, `versions` and `parity` are
-    records for people and for the exporter, free of form.
+    records for people and for the exporter, free of form. With `tiles` photographs are judged in tiles of the network's
+    size, without them they are resized to it.
     """
 
     schema_version: int
@@ -152,6 +159,7 @@ class Manifest(Record):
     checkpoint: CheckpointEntry
     guidance_backend: Literal["onnx", "traced"]
     tunings: dict[str, Tuning] = field(default_factory=dict)
+    tiles: Tiling | None = None
 
     def __post_init__(self) -> None:
         require(self.schema_version == SCHEMA_VERSION, f"schema_version should be {SCHEMA_VERSION}")
@@ -164,6 +172,9 @@ class Manifest(Record):
         for product, tuning in self.tunings.items():
             for graph in tuning.graphs.values():
                 require(graph.file in self.files, f"the tuning of {product} names {graph.file!r}, which is not there")
+        require(
+            self.tiles is None or self.preprocessing.crop == "none", "tiles show all of a picture: crop should be none"
+        )
         for plan in self.plans:
             require(plan.file in self.files, f"the plan {plan.file!r} is not among the files: export again")
 

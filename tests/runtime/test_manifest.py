@@ -26,6 +26,7 @@ from mdps.runtime.manifest import (
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.runtime.settings import paper_settings
+from mdps.runtime.tiles import Tiling
 
 CALIBRATION = Calibration(0.5, 0.05, 0.05, 20, 0.0, 1.5, 0.0, 1.25, 1, 0)
 
@@ -141,7 +142,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 7.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 8.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -220,7 +221,7 @@ def test_schema_5_gets_the_defaults_of_what_it_did_not_know(bundle):
 
     def older(obj):
         obj["schema_version"] = 5
-        del obj["tunings"], obj["settings"]["sampler"]["antithetic"]
+        del obj["tiles"], obj["tunings"], obj["settings"]["sampler"]["antithetic"]
         for key in ("first_pass", "masked_pass"):
             del obj["settings"]["sampler"][key]["target"]
         for calibration in obj["calibrations"].values():
@@ -228,6 +229,46 @@ def test_schema_5_gets_the_defaults_of_what_it_did_not_know(bundle):
 
     spoil(bundle, older)
     assert Manifest.read(bundle) == now
+
+
+def test_schema_6_has_no_tiles(bundle):
+    now = Manifest.read(bundle)
+
+    def older(obj):
+        obj["schema_version"] = 6
+        del obj["tiles"]
+
+    spoil(bundle, older)
+    assert Manifest.read(bundle) == now
+    assert now.tiles is None
+
+
+def test_tiles_are_kept(bundle):
+    tiled = replace(Manifest.read(bundle), tiles=Tiling(0.25, 0.5))
+    tiled.write(bundle)
+    assert Manifest.read(bundle) == tiled
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sentence"),
+    [
+        ({"scale": 0, "overlap": 0.5}, "tiles: scale 0.0 should lie above 0"),
+        ({"scale": 1.5, "overlap": 0.5}, "scale 1.5 should lie above 0 and be at most 1"),
+        ({"scale": 0.5, "overlap": 0.95}, "overlap 0.95 should lie between 0 and 0.9"),
+        ({"scale": 0.5}, "lacks the key 'overlap'"),
+    ],
+)
+def test_a_wrong_tiling_is_a_sentence(bundle, tiles, sentence):
+    spoil(bundle, lambda obj: obj.update(tiles=tiles))
+    with pytest.raises(BundleError, match=sentence):
+        Manifest.read(bundle)
+
+
+def test_tiles_show_all_of_a_photograph(bundle):
+    spoil(bundle, lambda obj: obj.update(tiles={"scale": 0.5, "overlap": 0.5}))
+    spoil(bundle, lambda obj: obj["preprocessing"].update(crop="input", crop_size=4))
+    with pytest.raises(BundleError, match="crop should be none"):
+        Manifest.read(bundle)
 
 
 def test_a_bundle_of_the_schema_before_means_what_it_meant(bundle):
