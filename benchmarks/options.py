@@ -134,7 +134,8 @@ class TradeOptions(StudyOptions):
 class PeerOptions:
     """How the detectors are fitted to pictures resized to `size` (H, W). UsageError for values that mean nothing.
 
-    With `false_alarm_rate` None no image is held apart for a threshold, and there are no verdicts.
+    `patches` is the size of a bank in place of its share `coreset`. With `false_alarm_rate` None no image is held apart
+    for a threshold, and there are no verdicts.
     """
 
     size: tuple[int, int]
@@ -144,9 +145,11 @@ class PeerOptions:
     steps: Annotated[int | None, Option("Or after so many steps [default: as published].", low=1)] = None
     seed: Annotated[int, Option("Of all that is drawn.", low=0, seldom=True)] = 0
     device: str = "cpu"
+    threads: Annotated[int | None, Option("Processor threads [default: all this process may use].", low=1)] = None
     coreset: Annotated[
         float, Option("Share of the patches that PatchCore keeps.", low=0, high=1, above=True, seldom=True)
     ] = 0.02
+    patches: Annotated[int | None, Option("Or how many it keeps.", low=1, seldom=True)] = None
     textures: Annotated[Path | None, Option("Pictures that DRAEM pastes [default: scikit-image's].", seldom=True)] = (
         None
     )
@@ -165,6 +168,8 @@ class PeerOptions:
             f"there is no device {self.device!r}: use auto, cpu, cuda or cuda:N",
         )
         rate = self.false_alarm_rate
+        both = self.patches is not None and self.coreset != PeerOptions.coreset
+        require(not both, "the bank of PatchCore is given as a share and as a number: leave out coreset or patches")
         require(rate is None or rate < 1, f"the false-alarm rate {rate} should lie between 0 and 1")
         for name, path in (("textures", self.textures), ("imagenette", self.imagenette)):
             require(path is None or path.is_dir(), f"{path} is no folder: give {name} a folder of pictures")

@@ -13,6 +13,7 @@ from mdps.benchmarks.data.samples import Category, Sample, enlarged, truth_in_bo
 from mdps.benchmarks.evaluate.gallery import Example, Gallery
 from mdps.benchmarks.evaluate.predictions import DetailedPredictor, Judge, Prediction, covered_box, predictions_of
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation, ScoredImage, by_defect_type
+from mdps.benchmarks.kit import orders
 from mdps.benchmarks.metrics import auroc, average_precision, f1_max
 from mdps.benchmarks.metrics.pixels import PixelCounts, PixelMetrics
 from mdps.runtime.errors import ImageError, MdpsError, require
@@ -44,20 +45,29 @@ def evaluate(
     cannot be judged becomes a row with an error. Raises UsageError for a category without test images or options out
     of range, and what the predictor raises as UsageError.
     """
+    (evaluation,) = evaluate_in_turn([(predictor, out)], category, largest=largest, every=every)
+    return evaluation
+
+
+def evaluate_in_turn(
+    judges: Sequence[tuple[Judge, Path | None]], category: Category, *, largest: int | None = 256, every: int = 1
+) -> list[Evaluation]:
+    """Evaluate several predictors, each with its folder, as `evaluate` does one.
+
+    Each image is judged by one after another, in an order that changes, so that a disturbance meets all times alike.
+    """
     require(every >= 1, f"--every {every} should be at least 1")
     require(largest is None or largest >= 1, f"the resolution {largest} should be at least 1")
     require(bool(category.test), f"{category.root} has no test images: nothing can be evaluated on it")
     samples = category.test[::every]
-    tally = _Tally(predictor, category, largest)
-    predictions = predictions_of(predictor, [sample.path for sample in samples])
-    for sample in tqdm(samples, desc=category.name, unit="image", disable=None):
-        tally.add(sample, next(predictions))
-    evaluation = tally.evaluation(every)
-    if out is not None:
-        from mdps.benchmarks.evaluate.report import write_evaluation
-
-        write_evaluation(evaluation, tally.gallery, predictor, out)
-    return evaluation
+    paths = [sample.path for sample in samples]
+    tallies = [_Tally(judge, category, largest) for judge, _ in judges]
+    running = [(tally, predictions_of(judge, paths)) for tally, (judge, _) in zip(tallies, judges, strict=True)]
+    rounds = zip(samples, orders(running, len(samples)), strict=True)
+    for sample, order in tqdm(rounds, desc=category.name, total=len(samples), unit="image", disable=None):
+        for tally, prediction in [(tally, next(predictions)) for tally, predictions in order]:
+            tally.add(sample, prediction)
+    return [tally.finished(every, out) for tally, (_, out) in zip(tallies, judges, strict=True)]
 
 
 class _Tally:
@@ -105,8 +115,16 @@ class _Tally:
         self._counted.append((sample.kind, sample.defective))
         return truth
 
-    def evaluation(self, every: int) -> Evaluation:
-        """Return what was measured so far."""
+    def finished(self, every: int, out: Path | None) -> Evaluation:
+        """Return what was measured, after it was written to `out` if there is one."""
+        evaluation = self._evaluation(every)
+        if out is not None:
+            from mdps.benchmarks.evaluate.report import write_evaluation
+
+            write_evaluation(evaluation, self.gallery, self._predictor, out)
+        return evaluation
+
+    def _evaluation(self, every: int) -> Evaluation:
         judged = [row for row in self._rows if row.error is None]
         if not judged:
             raise MdpsError(f"none of {len(self._rows)} test images could be judged: {self._rows[0].error}")

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -16,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.benchmarks.data.samples import Box, Category
-from mdps.benchmarks.evaluate import evaluate
-from mdps.benchmarks.evaluate.predictions import Prediction
+from mdps.benchmarks.evaluate import evaluate_in_turn
+from mdps.benchmarks.evaluate.predictions import Judge, Prediction
 from mdps.benchmarks.evaluate.report import ERRORS, error_cells, input_cell, metric_cells
-from mdps.benchmarks.evaluate.results import METRICS
+from mdps.benchmarks.evaluate.results import METRICS, Evaluation
 from mdps.benchmarks.kit import Say, table, write_report
 from mdps.benchmarks.options import PeerOptions
 from mdps.benchmarks.peers import PEERS, PeerSkippedError, settings_of
 from mdps.runtime.atomic import new_folder, write_text
 from mdps.runtime.calibration import good_threshold, too_few
 from mdps.runtime.errors import ImageError, UsageError, require
-from mdps.runtime.machine import versions
+from mdps.runtime.machine import available_cpus, versions
 from mdps.runtime.manifest import FileEntry
 from mdps.runtime.preprocessing import Preprocessing, read_image
 
@@ -137,6 +138,7 @@ def peer_predictor(name: str, category: Split, *, work: Path, **options: Any) ->
         raise UsageError("the peers run in anomalib, which is not installed: pip install 'mdps[peers]'")
     chosen = _settled(PeerOptions(**options))
     split = divided(category, chosen)
+    chosen = with_share(chosen, len(split.train))
     identity = _identity(name, split, chosen)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     folder = work / f"{name}-{key}"
@@ -156,10 +158,22 @@ def _good_scores(predictor: PeerPredictor, images: Sequence[Path], path: Path) -
     return scores
 
 
+def with_share(options: PeerOptions, images: int) -> PeerOptions:
+    """With the share of the patches of `images` images that `patches` are, if these are given; all where it is more."""
+    if options.patches is None:
+        return options
+    stride = 2 ** (PEERS["patchcore"].stages[0] + 1)
+    count = images * math.prod(math.ceil(side / stride) for side in options.size)
+    # anomalib rounds the number down
+    return replace(options, patches=None, coreset=min(1.0, (options.patches + 0.5) / max(count, 1)))
+
+
 def _settled(options: PeerOptions) -> PeerOptions:
-    """With a device in place of `auto`; UsageError where the machine has not the one asked for."""
+    """With a device in place of `auto`, torch held to the threads; UsageError where the machine has no such device."""
     import torch
 
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available()
     if options.device.startswith("cuda") and not cuda:
         raise UsageError(f"--device {options.device} was asked for, and torch sees no GPU here: use cpu or auto")
@@ -235,63 +249,106 @@ def compare(
     categories: Sequence[Category],
     out: Path,
     *,
+    beside: Sequence[Judge] = (),
     every: int = 1,
     largest: int | None = 256,
     say: Say = print,
     **options: Any,
 ) -> list[Row]:
-    """Fit and evaluate each of `names` on each category; `options` are the fields of `PeerOptions`.
+    """Fit each of `names` to each category, and evaluate them and those `beside` in turn on the same images.
 
-    Leaves in `out`: peers.json and peers.md (kept up to date after every row), a folder NAME/CATEGORY with what
+    `options` are the fields of `PeerOptions`; those beside should have as many threads as they say.
+
+    Leaves in `out`: peers.json and peers.md (kept up to date after every category), a folder NAME/CATEGORY with what
     `mdps evaluate` writes, and fitted/, from which an interrupted comparison goes on. Raises as `peer_predictor`, but
     for PeerSkippedError, which becomes a row.
     """
     unknown = [name for name in names if name not in PEERS]
     require(not unknown, f"there is no peer {', '.join(unknown)}: choose among {', '.join(PEERS)}")
     require(bool(names), f"no peer is named: choose among {', '.join(PEERS)}")
+    options["threads"] = options.get("threads") or available_cpus()
     rows: list[Row] = []
-    for name in names:
-        for category in categories:
-            say(f"{category.name}: {PEERS[name].title}")
-            row = _row(name, category, out, every, largest, options)
-            say(f"{category.name}: {PEERS[name].title}: {row.get('skipped') or _summary(row)}")
-            rows.append(row)
-            write_report(out, "peers", rows, markdown(rows))
+    for category in categories:
+        judges, skipped = _fitted(names, category, out, say, options)
+        judges = [(one, out / kind_of(one.provenance) / category.name) for one in beside] + judges
+        found = evaluate_in_turn(judges, category, largest=largest, every=every) if judges else []
+        rows += [{**row, "threads": options["threads"]} for row in timed(found)] + skipped
+        write_report(out, "peers", rows, markdown(rows))
     return rows
 
 
-def _row(name: str, category: Category, out: Path, every: int, largest: int | None, options: Mapping[str, Any]) -> Row:
-    head = {"judge": PEERS[name].title, "category": category.name}
-    try:
-        predictor = peer_predictor(name, category, work=out / FITTED, **options)
-    except PeerSkippedError as error:
-        return {**head, "skipped": str(error)}
-    found = evaluate(predictor, category, out=out / name / category.name, largest=largest, every=every)
-    return {**head, **found.to_json()}
+def kind_of(provenance: Mapping[str, Any]) -> str:
+    """Return which of a bundle's detectors judged, "" for a peer."""
+    if "tuned" not in provenance:
+        return ""
+    return "tuned" if provenance["tuned"] else "published"
 
 
-def _summary(row: Row) -> str:
-    return ", ".join(f"{name} {row[name]:.4f}" for name in ("image_auroc", "pixel_auroc") if row[name] is not None)
+def _fitted(
+    names: Sequence[str], category: Category, out: Path, say: Say, options: Mapping[str, Any]
+) -> tuple[list[tuple[Judge, Path]], list[Row]]:
+    """Return the detectors, each with the folder for its results, and the rows of those that cannot run here."""
+    judges: list[tuple[Judge, Path]] = []
+    skipped: list[Row] = []
+    for name in names:
+        say(f"{category.name}: fitting {PEERS[name].title}")
+        try:
+            peer = peer_predictor(name, category, work=out / FITTED, **options)
+        except PeerSkippedError as error:
+            say(f"{category.name}: {PEERS[name].title}: {error}")
+            skipped.append({"judge": PEERS[name].title, "category": category.name, "skipped": str(error)})
+        else:
+            judges.append((peer, out / name / category.name))
+    return judges, skipped
+
+
+def timed(found: Sequence[Evaluation]) -> list[Row]:
+    """Return a row for each, with the quartiles of its times, and their median as a multiple of PatchCore's."""
+    quartiles = [np.quantile([row.ms for row in one.rows if row.ms is not None], (0.25, 0.5, 0.75)) for one in found]
+    medians = {one.predictor: middle for one, (_, middle, _) in zip(found, quartiles, strict=True)}
+    base = medians.get(PEERS["patchcore"].title)
+    return [
+        {
+            "judge": ", ".join(filter(None, (one.predictor, kind_of(one.provenance)))),
+            **one.to_json(),
+            "ms_quartiles": [first, third],
+            "ms_to_patchcore": middle / base if base else None,
+        }
+        for one, (first, middle, third) in zip(found, np.array(quartiles).tolist(), strict=True)
+    ]
+
+
+TIMES = ("ms quartiles", "x PatchCore", "threads")
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table of the metrics, the verdicts' errors, the budget of each fit, and who was skipped."""
-    fitted = [_cells(row) for row in rows if "skipped" not in row]
-    heads = ["judge", "input", "category", "images", *METRICS, *ERRORS, "fitted"]
-    shown = table(heads, fitted, left=(0, 1, 2, -1))
+    """A table of the metrics, the verdicts' errors, the times side by side, how each was made, and who was skipped."""
+    judged = [_cells(row) for row in rows if "skipped" not in row]
+    heads = ["judge", "input", "category", "images", *METRICS, *TIMES, *ERRORS, "calibrated on", "fitted"]
+    shown = table(heads, judged, left=(0, 1, 2, -1))
     return "\n\n".join([shown, *_notes(rows)]) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
-    made = row["provenance"]
-    numbers = [str(row["images"]), *metric_cells(row), *error_cells(row["verdicts"])]
-    return [row["judge"], input_cell(made), row["category"], *numbers, fitted(made)]
+    made, (first, third), ratio = row["provenance"], row["ms_quartiles"], row["ms_to_patchcore"]
+    times = [f"{first:.1f} to {third:.1f}", f"{ratio:.2f}" if ratio else "", str(row["threads"])]
+    numbers = [str(row["images"]), *metric_cells(row), *times, *error_cells(row["verdicts"])]
+    return [row["judge"], input_cell(made), row["category"], *numbers, _calibrated(made), fitted(made)]
+
+
+def _calibrated(provenance: Mapping[str, Any]) -> str:
+    """Return how many good images gave the threshold, and for which rate of false alarms; nothing without one."""
+    found = provenance.get("calibration")
+    return f"{found['images']} for {found['false_alarm_rate']:g}" if found else ""
 
 
 def fitted(provenance: Mapping[str, Any]) -> str:
-    """How long a detector was fitted, for people."""
+    """How long a detector was fitted, for people; nothing for a bundle."""
+    if "train_images" not in provenance:
+        return ""
     text = f"{provenance['train_images']} images, {provenance['fit_seconds']:.0f} s"
-    return f"{text}, {provenance['steps']} steps" if "steps" in provenance else f"{text}, one pass"
+    bank = f", {provenance['patches']:,} patches" if "patches" in provenance else ""
+    return f"{text}, {provenance['steps']} steps" if "steps" in provenance else f"{text}, one pass{bank}"
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import timm
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from tuned_bundle import tuned_bundle
 
 from mdps.benchmarks.data.samples import Category, Sample
+from mdps.benchmarks.evaluate.results import METRICS, Evaluation, ScoredImage
 from mdps.benchmarks.options import PeerOptions
-from mdps.benchmarks.peers import PEERS, PeerSkippedError, predict, settings_of
+from mdps.benchmarks.peers import PEERS, PeerSkippedError, fitting, predict, settings_of
 from mdps.benchmarks.peers.fitting import layer_names, local_backbone, write_textures
 from mdps.benchmarks.peers.predict import peer_predictor
 from mdps.commands.peers import peers
@@ -89,6 +93,9 @@ def test_networks_with_few_backbones_take_those(backbone):
         {"steps": 0},
         {"coreset": 0.0},
         {"coreset": 1.5},
+        {"coreset": 0.1, "patches": 100},
+        {"patches": 0},
+        {"threads": 0},
         {"device": "tpu"},
         {"false_alarm_rate": 0.0},
         {"false_alarm_rate": 1.0},
@@ -189,6 +196,45 @@ def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(
     assert any("no reason at all" in line for line in said)
 
 
+def test_times_of_one_run_are_compared_with_patchcores():
+    def found(name, *times, **provenance):
+        rows = [ScoredImage(f"{i}.png", "good", False, 0.0, ms) for i, ms in enumerate(times)]
+        rows.append(ScoredImage("torn.png", "good", False, error="torn"))
+        metrics = dict.fromkeys(METRICS, 0.5)
+        return Evaluation(name, "parts", len(times), metrics, tuple(rows), None, provenance, (), 1.0)
+
+    peer = {"train_images": 6, "fit_seconds": 2.0}
+    calibration = {"images": 41, "false_alarm_rate": 0.01}
+    tuned = found("glass", 10.0, 30.0, 20.0, 40.0, 90.0, tuned="0f", calibration=calibration)
+    bank = found("PatchCore", 20.0, 15.0, 10.0, patches=1200, **peer)
+    rows = predict.timed([tuned, found("glass", 60.0, tuned=None), bank])
+    assert [row["judge"] for row in rows] == ["glass, tuned", "glass, published", "PatchCore"]
+    assert [row["ms_to_patchcore"] for row in rows] == [2.0, 4.0, 1.0]
+    assert rows[0]["ms_quartiles"] == [20.0, 40.0]
+    assert [row["ms_to_patchcore"] for row in predict.timed([tuned])] == [None]
+    shown = predict.markdown([{**row, "threads": 1} for row in rows]).splitlines()
+    first, _, last = [line.split(" | ")[12:] for line in shown[2:5]]
+    assert first == ["20.0 to 40.0", "2.00", "1", "0 of 0", "0 of 5", "41 for 0.01", " |"]
+    made = "6 images, 2 s, one pass, 1,200 patches |"
+    assert last == ["12.5 to 17.5", "1.00", "1", "0 of 0", "0 of 3", "", made]
+
+
+@pytest.mark.parametrize("patches", [1, 7, 1199, 1200, 1201, 4000])
+def test_a_number_of_patches_is_the_share_that_anomalib_rounds_to_it(patches):
+    for images, size, count in ((167, (256, 256), 171_008), (12, (60, 36), 480)):
+        kept = min(patches, count)
+        found = predict.with_share(PeerOptions(size, patches=patches), images)
+        assert int(count * found.coreset) == kept
+    assert predict.with_share(PeerOptions(SIZE, coreset=0.5), 9).coreset == 0.5
+
+
+@with_anomalib
+def test_a_published_row_needs_a_bundle(make_category, tmp_path):
+    arguments = [str(make_category()), "--set", "published=yes", "--out", str(tmp_path / "out")]
+    with pytest.raises(UsageError, match="give --beside BUNDLE"):
+        CliRunner().invoke(peers, arguments, catch_exceptions=False)
+
+
 def test_the_key_holds_what_a_fit_depends_on(category, monkeypatch):
     monkeypatch.setattr(predict, "version", lambda name: "1")
 
@@ -269,6 +315,36 @@ def test_patchcore_measures_distances_between_features_of_the_given_network(patc
 
 
 @with_anomalib
+def test_a_bank_has_the_patches_asked_for_and_is_the_one_that_anomalib_chooses(category, tmp_path, monkeypatch):
+    options = {"size": SIZE, "patches": 7, "threads": 1}
+    found = peer_predictor("patchcore", category, work=tmp_path / "quick", **options)
+    assert found.provenance["patches"] == 7
+    monkeypatch.setattr(fitting, "quick_coreset", nullcontext)
+    own = peer_predictor("patchcore", category, work=tmp_path / "own", **options)
+    assert torch.equal(found._module.model.memory_bank, own._module.model.memory_bank)
+
+
+@with_anomalib
+def test_a_bundle_is_measured_beside_the_peers(make_category, tmp_path):
+    root = make_category()
+    for index in range(1, 6):
+        shutil.copy(root / "test" / "good" / f"{index % 3:03d}.png", root / "train" / "good" / f"{index:03d}.png")
+    out = tmp_path / "out"
+    arguments = ["--names", "patchcore", "--image-size", "32", "--beside", str(tuned_bundle(tmp_path / "glass"))]
+    arguments += ["--set", "patches=7", "--set", "published=yes", "--threads", "1", "--out", str(out), "--json"]
+    answer = CliRunner().invoke(peers, [str(root), *arguments], catch_exceptions=False)
+    tuned, published, peer = json.loads(answer.stdout)
+    assert (tuned["judge"], published["judge"], peer["judge"]) == ("bottle, tuned", "bottle, published", "PatchCore")
+    assert {row["threads"] for row in (tuned, published, peer)} == {1}
+    assert peer["ms_to_patchcore"] == 1
+    assert tuned["ms_to_patchcore"] == pytest.approx(tuned["ms_per_image"] / peer["ms_per_image"])
+    assert tuned["image_auroc"] != published["image_auroc"] or tuned["pixel_auroc"] != published["pixel_auroc"]
+    assert {path.name for path in out.iterdir()} == {
+        "tuned", "published", "patchcore", "fitted", "peers.json", "peers.md",
+    }  # fmt: skip
+
+
+@with_anomalib
 def test_a_training_image_is_no_anomaly(patchcore, category):
     peer, _ = patchcore
     (known, _), (defect, _) = peer([category.train[0], category.test[-1].path])
@@ -327,8 +403,6 @@ def test_a_fit_that_was_cut_off_goes_on(category, tmp_path, monkeypatch):
     from datetime import timedelta
 
     import anomalib.models
-
-    from mdps.benchmarks.peers import fitting
 
     step, calls = anomalib.models.Stfpm.training_step, []
 

@@ -14,7 +14,7 @@ from sklearn.metrics import average_precision_score, precision_recall_curve, roc
 
 from mdps.benchmarks.data import find_categories
 from mdps.benchmarks.data.samples import Category, enlarged, truth_in_box
-from mdps.benchmarks.evaluate import evaluate
+from mdps.benchmarks.evaluate import evaluate, evaluate_in_turn
 from mdps.benchmarks.evaluate.gallery import Example, Gallery
 from mdps.benchmarks.evaluate.predictions import Box, Prediction
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation, mean_metrics
@@ -246,6 +246,29 @@ def test_a_judge_that_fails_at_one_picture_is_asked_for_the_rest(
     assert [row.score for row in found.rows if row.error is None] == [
         float(brightness(sample.path).max()) for sample in category.test if sample.path.name != bad
     ]
+
+
+def test_judges_take_turns_at_each_picture_and_find_what_each_finds_alone(make_category: MakeCategory) -> None:
+    turns: list[tuple[str, Path]] = []
+
+    class Told(Bright):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, paths: Sequence[Path]) -> Iterator[tuple[float, NDArray[np.float32]]]:
+            for path in paths:
+                turns.append((self.name, path))
+                yield from super().__call__([path])
+
+    category = category_of(make_category(good=5, defective=6))
+    found = evaluate_in_turn([(Told("a"), None), (Told("b"), None), (Dark(), None)], category)
+    assert [one.predictor for one in found] == ["a", "b", "bright"]
+    assert [one.metrics["image_auroc"] for one in found[1:]] == [
+        evaluate(judge, category).metrics["image_auroc"] for judge in (Bright(), Dark())
+    ]
+    rounds = [turns[start : start + 2] for start in range(0, len(turns), 2)]
+    assert [{path for _, path in one} for one in rounds] == [{sample.path} for sample in category.test]
+    assert {tuple(name for name, _ in one) for one in rounds} == {("a", "b"), ("b", "a")}
 
 
 def test_what_would_be_the_same_for_every_picture_ends_the_run(make_category: MakeCategory) -> None:
