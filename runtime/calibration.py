@@ -282,8 +282,8 @@ def noise_doubt(detector: Judge, images: Array) -> str:
     """
     if detector.settings.sampler.noise != "gaussian":
         return ""
-    step = _step(detector.schedule)
-    error, linear = noise_error(detector, images, step), linear_error(images, step.alpha_t)
+    step = signal_step(detector.schedule)
+    error, linear = noise_error(detector.predicted_noise, images, step), linear_error(images, step.alpha_t)
     if error <= max(NEGLIGIBLE, LIMIT * linear):
         return ""
     return (
@@ -293,13 +293,13 @@ def noise_doubt(detector: Judge, images: Array) -> str:
     )
 
 
-def noise_error(detector: Judge, images: Array, step: Step) -> float:
-    """Return the mean squared error of the predicted noise; predicting none gives 1."""
+def noise_error(predicted: Callable[[Array, Step], Array], images: Array, step: Step) -> float:
+    """Return the mean squared error of the `predicted` noise; predicting none gives 1."""
     rng, errors = np.random.default_rng(0), []
     for image in images:
         noise = rng.standard_normal((1, *image.shape), dtype=np.float32)
         noised = np.float32(step.alpha_t**0.5) * image + np.float32((1 - step.alpha_t) ** 0.5) * noise
-        errors.append(np.square(detector.predicted_noise(noised, step) - noise).mean())
+        errors.append(np.square(predicted(noised, step) - noise).mean())
     return float(np.mean(errors))
 
 
@@ -314,7 +314,8 @@ def linear_error(images: Array, alpha: float) -> float:
     return float((alpha * power / (alpha * power + 1 - alpha)).mean())
 
 
-def _step(schedule: NoiseSchedule) -> Step:
+def signal_step(schedule: NoiseSchedule) -> Step:
+    """Return the step at which a denoiser's error is compared with the filter's."""
     alphas = schedule.alphas_cumprod
     nearest = int(np.abs(alphas - SIGNAL).argmin())
     return Step(float(nearest), float(alphas[nearest]), float(alphas[nearest]), 0.0)

@@ -149,9 +149,11 @@ class Reconstructions:
 
 
 @torch.inference_mode()
-def reconstruct(network: nn.Module, clean: Tensor, noise: Tensor, schedule: NoiseSchedule) -> Tensor:
-    """Noise [B, 3, H, W] to t = 200 and denoise it in ten DDIM steps (Song et al. 2021, eq. 12, eta 0)."""
-    first, steps = plan_steps(schedule, "paper", PassSettings(LEVEL, 0.0, steps=STEPS), 0.0)
+def reconstruct(
+    network: nn.Module, clean: Tensor, noise: Tensor, schedule: NoiseSchedule, level: int = LEVEL, calls: int = STEPS
+) -> Tensor:
+    """Noise [B, 3, H, W] to t = `level` and denoise it in so many DDIM steps (Song et al. 2021, eq. 12, eta 0)."""
+    first, steps = plan_steps(schedule, "paper", PassSettings(level, 0.0, steps=calls), 0.0)
     x: Tensor = first**0.5 * clean + (1 - first) ** 0.5 * noise
     for step in steps:
         eps = network(x, torch.tensor(step.timestep, device=x.device)).float()
