@@ -151,7 +151,7 @@ def _low_loss(denoiser: Denoiser, images: Array) -> float:
     errors = [
         noise_losses(denoiser.network, part, torch.full((len(part),), t), drawn, alphas)
         for t in TIMES
-        for part, drawn in zip(clean.split(_AT_ONCE), noise.split(_AT_ONCE), strict=True)
+        for part, drawn in zip(_parts(clean), _parts(noise), strict=True)
     ]
     return float(torch.cat(errors).mean())
 
@@ -194,9 +194,13 @@ def _reconstructed(denoiser: Denoiser, images: Array, level: int) -> tuple[Tenso
     noise = draw_noise("gaussian", 0, clean.shape[2:], clean.device)
     made = [
         reconstruct(denoiser.network, part, noise.expand_as(part), denoiser.schedule, level, 1)
-        for part in clean.split(_AT_ONCE)
+        for part in _parts(clean)
     ]
     return clean, torch.cat(made).clone()[:, None]
+
+
+def _parts(images: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(images, _AT_ONCE)
 
 
 def markdown(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

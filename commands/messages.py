@@ -30,6 +30,7 @@ def describe_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
     height, width = manifest.preprocessing.network_size
     sampler = manifest.settings.sampler
     engine = f" --engine {manifest.plans[0].engine}" if manifest.plans else ""
+    tiles = f" tiles of photographs at a scale of {manifest.tiles.scale:g}" if manifest.tiles else ""
     known = {
         product: f"threshold {found.threshold:.5g} of {images(found)}, false alarms {false_alarms(found)}"
         f"{found.doubt and f'; {found.doubt}'}"
@@ -37,7 +38,7 @@ def describe_bundle(manifest: Manifest, folder: object) -> dict[str, Any]:
     }
     return {
         "bundle": manifest.name,
-        "images": f"{width} x {height}",
+        "images": f"{width} x {height}{tiles}",
         "method": _MODES.get(manifest.settings.mode, manifest.settings.mode),
         "passes": 1 if sampler.masked_pass is None else 2,
         "made from": manifest.checkpoint.name,

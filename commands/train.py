@@ -19,6 +19,7 @@ Examples:
   mdps train good/ --out run
   mdps train mvtec/bottle --out run --recipe paper --precision bf16 --processes 4
   mdps train good/ --out run --recipe small --image-size 64 --minutes 30 --flip-horizontal
+  mdps train good/ --out run --recipe small --crop 64 --scale 0.5
   mdps train good/ --out run --resume
   torchrun --nnodes 2 --nproc-per-node 4 ... -m mdps.cli train good/ --out run --batch 64
 \b
@@ -78,7 +79,7 @@ def train(
                 "would train it on its processor, which is far too slow: take --recipe small"
             )
         recipe = recipe or "paper"
-        preprocessing = training.framing(recipe, layout, image_size, crop_size, say=tell)
+        preprocessing = training.framing(recipe, layout, image_size, crop_size, options["crop"], say=tell)
         sizes = {"image_size": preprocessing.network_size[0], "base": base}
         config = training.RECIPES[recipe](training.NETWORKS[recipe](**_given(sizes)))
     how = {name: options.pop(name) for name in ("device", "resume")} | {"preprocessing": preprocessing}

@@ -24,7 +24,7 @@ from mdps.export.step import Denoiser as StepDenoiser
 from mdps.export.step import GuidedStep, PlainStep, StepRules
 from mdps.export.tracer import Say, record, recorded
 from mdps.models.backbones import Backbone, load_backbone
-from mdps.models.checkpoints import Denoiser, load_denoiser, run_warnings
+from mdps.models.checkpoints import Denoiser, crops_of, load_denoiser, run_warnings
 from mdps.models.oracle_setup import oracle_of
 from mdps.runtime.atomic import new_folder
 from mdps.runtime.bundle import Bundle
@@ -46,6 +46,7 @@ from mdps.runtime.sampler import step_scalars
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
+from mdps.runtime.tiles import Tiling
 
 FORMS = {row.form: row for row in ENGINES if row.norms or row.name == DEFAULT}
 """The engine that each form of the step graphs is written for."""
@@ -129,6 +130,12 @@ def _trained_noise(denoiser: Denoiser) -> Literal["gaussian", "simplex"] | None:
         if notes.get("noise") in ("gaussian", "simplex"):
             return notes["noise"]  # type: ignore[no-any-return]
     return None
+
+
+def _trained_tiles(denoiser: Denoiser) -> Tiling | None:
+    """Return the tiles that look like the crops which the checkpoint was trained on; None for whole photographs."""
+    crops = crops_of(denoiser.extra)
+    return Tiling(float(crops["scale"])) if crops else None
 
 
 def _unknown_noise(chosen: str, trained: str | None) -> str:
@@ -365,6 +372,7 @@ class _Writer:
             | ({"autograd_operations": self.autograd} if self.autograd else {}),
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
             guidance_backend=backend,
+            tiles=_trained_tiles(self.denoiser),
         )
 
     def _image(self, batch: int) -> Tensor:

@@ -13,8 +13,9 @@ from mdps.training.config import (
     small_network,
     small_recipe,
 )
+from mdps.training.crops import CropsOfFiles, CropsSource
 from mdps.training.folder import Outcome, outcome, resumed_settings
-from mdps.training.sources import ArraySource, CropSource, FileSource, FolderSource, Source
+from mdps.training.sources import ArraySource, FileSource, Source
 
 if TYPE_CHECKING:
     from mdps.training.engine import choose_device, first_process
@@ -25,9 +26,9 @@ __all__ = [
     "NETWORKS",
     "RECIPES",
     "ArraySource",
-    "CropSource",
+    "CropsOfFiles",
+    "CropsSource",
     "FileSource",
-    "FolderSource",
     "Outcome",
     "Source",
     "StoppedError",

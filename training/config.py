@@ -43,15 +43,20 @@ class TrainingConfig:
 
     A run is `steps` long or, where that is None, `epochs` passes over the images. `minutes` ends it early and bends the
     learning rate's decay to end with it. `low_share` of the timesteps are drawn below `low_limit`, where sampling
-    starts; the others from all of them.
+    starts; the others from all of them. With `crop`, the side of the network's images, samples are crops of photographs
+    at `scale`; else whole ones.
     """
 
     network: UNetConfig = field(default_factory=paper_network)
     epochs: Annotated[int, Option("Passes over the images.", low=1)] = 2000
     steps: Annotated[int | None, Option("Training steps, instead of epochs.", low=1)] = None
     minutes: Annotated[float | None, Option("End within so many minutes.", low=0, above=True)] = None
+    crop: Annotated[int | None, Option("Train on crops of this side, of photographs at --scale.", low=8)] = None
+    scale: Annotated[
+        float, Option("Of the photographs that crops are cut from; 0.5: half their sides.", low=0, high=1, above=True)
+    ] = 1.0
     batch: Annotated[int, Option("Images a step, of all processes together.", low=1)] = 8
-    optimizer: Annotated[Literal["adam", "adamw"], Option("What changes the weights.")] = "adam"
+    optimizer: Annotated[Literal["adam", "adamw"], Option("What changes the weights.", seldom=True)] = "adam"
     learning_rate: Annotated[float, Option("The largest of the run.", low=0, above=True)] = 1e-4
     weight_decay: Annotated[
         float, Option("Added to the gradient by adam, taken from the weights by adamw.", low=0, seldom=True)
@@ -72,7 +77,7 @@ class TrainingConfig:
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Option("What the network computes in.")] = "fp32"
     compile: Annotated[bool, Option("Compile the network with torch first.", seldom=True)] = False
     seed: Annotated[int, Option("Of all that is drawn.", low=0)] = 0
-    log_every: Annotated[int, Option("Steps between lines of the log.", low=1)] = 100
+    log_every: Annotated[int, Option("Steps between lines of the log.", low=1, seldom=True)] = 100
     checkpoint_every: Annotated[int, Option("Steps between checkpoints.", low=1, seldom=True)] = 1000
     checkpoint_minutes: Annotated[
         float, Option("Or minutes, whichever comes first.", low=0, above=True, seldom=True)
@@ -89,6 +94,13 @@ class TrainingConfig:
         check_ranges(self)
         require(self.snr_limit > 0, f"snr_limit is {self.snr_limit}; it must be positive")
         require(self.samples >= 0, f"samples is {self.samples}; it must not be negative")
+        side = self.network.image_size
+        require(
+            self.crop in (None, side), f"crop is {self.crop}, and the network sees images of {side}: let both be one"
+        )
+        require(
+            self.crop is not None or self.scale == 1, f"scale is {self.scale:g}, which is for crops: give --crop too"
+        )
         require(1 <= self.low_limit <= 1000, f"low_limit is {self.low_limit}; it must lie between 1 and 1000")
 
     def with_steps(self, images: int | None) -> "TrainingConfig":
@@ -156,13 +168,24 @@ def rate_factor(config: TrainingConfig, step: int, progress: float) -> float:
 
 
 def framing(
-    recipe: str, layout: str, image_size: int | None, crop_size: int | None, *, say: Callable[[str], object]
+    recipe: str,
+    layout: str,
+    image_size: int | None,
+    crop_size: int | None,
+    crops: int | None = None,
+    *,
+    say: Callable[[str], object],
 ) -> Preprocessing:
     """Return the preprocessing of `recipe` for images of a data set's `layout`; what is given wins, and 0 is no crop.
 
     The paper's crop is for its own size of 256; at another none is made unless `crop_size` asks for it. What was
-    decided for the user is said. UsageError for a crop larger than the image.
+    decided for the user is said. A training on crops of the side `crops` sees these whole. UsageError for a crop larger
+    than the image, and for sizes of whole images beside `crops`.
     """
+    if crops:
+        whole = "which are of whole photographs: leave these out"
+        require(image_size is None and crop_size is None, f"--crop is given with --image-size or --crop-size, {whole}")
+        return Preprocessing(image_size=(crops, crops))
     size = image_size or SIZES[recipe]
     crop = crop_size or None
     if crop_size is None and recipe == "paper" and layout in PAPER_CROP:

@@ -20,11 +20,12 @@ from mdps.runtime.memory import check_training
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
 from mdps.training.config import TrainingConfig, rate_factor
+from mdps.training.crops import CropsOfFiles, CropsSource
 from mdps.training.draw import draw_batch, loss_weights, noise_losses, seed_dropout
 from mdps.training.engine import Engine, choose_device, first_process, process_count
 from mdps.training.folder import CHECKPOINT, DENOISER, Row, RunFolder, check_folder, outcome, unwritable
 from mdps.training.progress import Meter, Progress, Reconstructions, progress_of
-from mdps.training.sources import ArraySource, FileSource, FolderSource, Source, check_files
+from mdps.training.sources import ArraySource, FileSource, Source, check_files, images_below
 from mdps.training.state import TrainingState
 
 EARLY = (1, 10)  # steps that are logged besides, so that a slow machine's log is not empty for minutes
@@ -45,7 +46,8 @@ def fit(
 
     It holds the moving average of the weights where `config.ema` is above 0, and the last weights otherwise.
 
-    images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source.
+    images: uint8 [n, H, W, 3], a folder of image files or a list of them (read through `preprocessing`), or a Source;
+    with `config.crop` crops of them at `config.scale`.
     A warning says where the run ended before the network learned anything; the file's notes let the export repeat it.
     The run folder also gets what docs/use/training.md lists; `on_log` gets each line of its log. With `resume` a run
     goes on from its checkpoint and, on the CPU, ends with the same weights to the bit as one that never stopped. It may
@@ -59,7 +61,7 @@ def fit(
     size = config.network.image_size
     preprocessing = preprocessing or Preprocessing(image_size=(size, size))
     check_folder(out, resume)
-    source = as_source(images, preprocessing)
+    source = as_source(images, preprocessing, config)
     config = config.with_steps(source.count)
     _check_size(source, config)
     if where.type == "cpu":
@@ -74,16 +76,22 @@ def fit(
         engine.close()
 
 
-def as_source(images: Given, preprocessing: Preprocessing) -> Source:
+def as_source(images: Given, preprocessing: Preprocessing, config: TrainingConfig) -> Source:
     """Return the source that `images` stand for; what is odd about image files becomes warnings."""
-    if isinstance(images, Path):
-        source: FileSource = FolderSource(images, preprocessing)
-    elif isinstance(images, Sequence):
-        source = FileSource(images, preprocessing)
+    if isinstance(images, np.ndarray):
+        return CropsSource(list(ArraySource(images).images), config.crop) if config.crop else ArraySource(images)
+    if not isinstance(images, Path | Sequence):
+        return images
+    paths, where = (images_below(images), str(images)) if isinstance(images, Path) else (images, "the list")
+    source: CropsOfFiles | FileSource
+    if config.crop:
+        source = CropsOfFiles(paths, config.crop, config.scale, where)
     else:
-        return ArraySource(images) if isinstance(images, np.ndarray) else images
+        source = FileSource(paths, preprocessing, where)
     if first_process():
-        for sentence in check_files(source.paths, source.images, preprocessing.image_size):
+        for sentence in check_files(
+            source.paths, list(source.images), None if config.crop else preprocessing.image_size
+        ):
             warnings.warn(sentence, stacklevel=3)
     return source
 

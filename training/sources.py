@@ -1,7 +1,7 @@
 """Where training images come from, and warnings about them before the first step: one sentence each."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class ArraySource:
 
     @property
     def fingerprint(self) -> str:
-        return _digest(self.images)
+        return digest(self.images)
 
     @property
     def count(self) -> int:
@@ -62,41 +62,9 @@ class FileSource(ArraySource):
     """
 
     def __init__(self, paths: Sequence[Path], preprocessing: Preprocessing, where: str = "the list") -> None:
-        require(
-            len(paths) >= FEWEST,
-            f"{where} holds {len(paths)} {'image' if len(paths) == 1 else 'images'} "
-            f"({', '.join(sorted(IMAGE_SUFFIXES))}); training needs at least {FEWEST} of good parts",
-        )
+        require_enough(paths, where)
         self.paths = tuple(paths)
-        super().__init__(_read_all(paths, preprocessing))
-
-
-class FolderSource(FileSource):
-    """All images below a folder, as `FileSource` reads them; UsageError for a folder that is absent."""
-
-    def __init__(self, folder: Path, preprocessing: Preprocessing) -> None:
-        super().__init__(images_below(folder), preprocessing, str(folder))
-
-
-class CropSource:
-    """Windows of `size` cut at random from one large picture, uint8 [H, W, 3]: for textures without a position."""
-
-    count = None
-
-    def __init__(self, picture: Images, size: tuple[int, int]) -> None:
-        _check_kind(picture, "the picture to crop", "H, W, 3")
-        fits = picture.shape[0] >= size[0] and picture.shape[1] >= size[1]
-        require(fits, f"a picture of {picture.shape[:2]} pixels is too small for crops of {size}")
-        self.picture, self.size = picture, size
-
-    @property
-    def fingerprint(self) -> str:
-        return _digest(self.picture)
-
-    def image(self, index: int, rng: np.random.Generator) -> Images:
-        height, width = self.size
-        top, left = (int(rng.integers(0, n - m + 1)) for n, m in zip(self.picture.shape, self.size, strict=False))
-        return self.picture[top : top + height, left : left + width]
+        super().__init__(np.stack(read_all(paths, lambda path: to_uint8(preprocessing(path)))))
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -105,17 +73,27 @@ def images_below(folder: Path) -> list[Path]:
     return sorted(image_files(folder))
 
 
-def _read_all(paths: Sequence[Path], preprocessing: Preprocessing) -> Images:
+def require_enough(paths: Sequence[Path], where: str) -> None:
+    """Raise UsageError for too few files; `where` names them."""
+    require(
+        len(paths) >= FEWEST,
+        f"{where} holds {len(paths)} {'image' if len(paths) == 1 else 'images'} "
+        f"({', '.join(sorted(IMAGE_SUFFIXES))}); training needs at least {FEWEST} of good parts",
+    )
+
+
+def read_all(paths: Sequence[Path], read: Callable[[Path], Images]) -> list[Images]:
+    """Return what `read` makes of each file; ImageError that names up to five that cannot be read."""
     images, faults = [], []
     for path in paths:
         try:
-            images.append(to_uint8(preprocessing(path)))
+            images.append(read(path))
         except ImageError as error:
             faults.append(str(error))
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise ImageError(f"{len(faults)} of {len(paths)} training images cannot be read: {'; '.join(faults[:5])}{more}")
-    return np.stack(images)
+    return images
 
 
 def _check_kind(images: Images, name: str, axes: str) -> None:
@@ -123,18 +101,26 @@ def _check_kind(images: Images, name: str, axes: str) -> None:
     require(right, f"{name} must be uint8 [{axes}], not {images.dtype} {list(images.shape)}")
 
 
-def _digest(array: Images) -> str:
-    return hashlib.sha256(repr(array.shape).encode() + array.tobytes()).hexdigest()
+def digest(*arrays: Images) -> str:
+    """Return a hash of the shapes and pixels of arrays, in their order."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(repr(array.shape).encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
 
 
-def check_files(paths: Sequence[Path], images: Images, resized: tuple[int, int]) -> list[str]:
-    """Return sentences about files and what was read of them, uint8 [n, H, W, 3], resized to `resized` (H, W)."""
+def check_files(paths: Sequence[Path], images: Sequence[Images], resized: tuple[int, int] | None) -> list[str]:
+    """Return sentences about files and what was read of them, uint8 [H, W, 3] each.
+
+    `resized` is (H, W) where all were resized to that, whatever their size and aspect.
+    """
     files, headers = known_headers(paths)  # the images are read already: one that has gone since is no harm
     return [
         *_few(paths),
-        *sizes(files, headers, resized, KIND),
+        *(sizes(files, headers, resized, KIND) if resized else ()),
         *deep(files, headers, KIND),
-        *small(files, headers, resized, KIND, ": choose a smaller --image-size"),
+        *(small(files, headers, resized, KIND, ": choose a smaller --image-size") if resized else ()),
         *_grey(paths, images),
         *_copies(paths, images),
         *_flat(paths, images),
@@ -149,8 +135,8 @@ def _few(paths: Sequence[Path]) -> Iterator[str]:
         )
 
 
-def _grey(paths: Sequence[Path], images: Images) -> Iterator[str]:
-    grey = (images[..., :1] == images).all(axis=(1, 2, 3))
+def _grey(paths: Sequence[Path], images: Sequence[Images]) -> Iterator[str]:
+    grey = np.array([(image[..., :1] == image).all() for image in images])
     count = int(grey.sum())
     if 0 < count < len(paths):
         rarer = bool(count <= len(paths) / 2)
@@ -161,7 +147,7 @@ def _grey(paths: Sequence[Path], images: Images) -> Iterator[str]:
         )
 
 
-def _copies(paths: Sequence[Path], images: Images) -> Iterator[str]:
+def _copies(paths: Sequence[Path], images: Sequence[Images]) -> Iterator[str]:
     first: dict[bytes, Path] = {}
     copies = [
         (path, original)
@@ -177,8 +163,8 @@ def _copies(paths: Sequence[Path], images: Images) -> Iterator[str]:
         )
 
 
-def _flat(paths: Sequence[Path], images: Images) -> Iterator[str]:
-    flat = (images == images[:, :1, :1]).all(axis=(1, 2, 3))
+def _flat(paths: Sequence[Path], images: Sequence[Images]) -> Iterator[str]:
+    flat = np.array([(image == image[:1, :1]).all() for image in images])
     if flat.any():
         name = paths[int(np.flatnonzero(flat)[0])].name
         count = int(flat.sum())

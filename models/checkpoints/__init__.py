@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, run_warnings
+from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, crops_of, run_warnings
 from mdps.models.checkpoints.statements import NETWORK_OPTIONS, CheckpointOptions, Prediction
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointReport",
     "Denoiser",
     "Prediction",
+    "crops_of",
     "describe_checkpoint",
     "load_denoiser",
     "run_warnings",

@@ -12,7 +12,7 @@ import torch
 
 from mdps.models.checkpoints.files import sha256_of
 from mdps.models.checkpoints.layouts import Tensors
-from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, naming, shown
+from mdps.models.checkpoints.report import CheckpointError, CheckpointReport, crops_of, naming, shown
 from mdps.models.checkpoints.sources import Source, open_source
 from mdps.models.checkpoints.statements import CheckpointOptions, Prediction, Statement
 from mdps.models.checkpoints.structure import check_fit, infer_structure, possible_groups
@@ -179,13 +179,16 @@ def _drop_variance(tensors: Tensors, inferred: dict[str, Any]) -> tuple[Tensors,
 
 def _report(path: Path, source: Source, resolved: Resolved) -> CheckpointReport:
     shown = resolved.fields.keys() - resolved.given.keys() - resolved.assumed.keys()
+    crops = {
+        name: {"value": value, "by": "the notes on its training"} for name, value in crops_of(source.extra).items()
+    }
     return CheckpointReport(
         format=source.format,
         path=str(path),
         sha256=sha256_of(source.weights),
         parameters=sum(tensor.numel() for tensor in source.tensors.values()),
         inferred={name: _plain(value) for name, value in resolved.fields.items() if name in shown},
-        given={name: entry | {"value": _plain(entry["value"])} for name, entry in resolved.given.items()},
+        given={name: entry | {"value": _plain(entry["value"])} for name, entry in resolved.given.items()} | crops,
         assumed={name: _plain(value) for name, value in resolved.assumed.items()},
         needed=resolved.needed,
         ignored=source.ignored,

@@ -111,6 +111,14 @@ def run_warnings(notes: Mapping[str, Any]) -> list[str]:
     return [*_warm_up(notes), *(_error(notes) or _falling(notes))]
 
 
+def crops_of(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `crop` and the `scale` of photographs that a denoiser learned from; nothing for whole ones."""
+    training = notes.get("training")
+    crop, scale = (training.get(name) if isinstance(training, Mapping) else None for name in ("crop", "scale"))
+    right = isinstance(crop, int) and isinstance(scale, int | float) and 0 < scale <= 1
+    return {"crop": crop, "scale": scale} if right else {}
+
+
 def _warm_up(notes: Mapping[str, Any]) -> Iterator[str]:
     training = notes.get("training")
     warmup = training.get("warmup") if isinstance(training, Mapping) else None

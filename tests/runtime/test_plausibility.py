@@ -92,8 +92,9 @@ def test_nothing_is_said_of_simplex_noise(demo):
 
 
 def test_predicting_nothing_errs_by_one(demo):
-    none = SimpleNamespace(predicted_noise=lambda noised, step: 0 * noised)
-    assert noise_error(none, demo[1], Step(99.0, 0.7, 0.7, 0.0)) == pytest.approx(1, abs=0.02)
+    assert noise_error(lambda noised, step: 0 * noised, demo[1], Step(99.0, 0.7, 0.7, 0.0)) == pytest.approx(
+        1, abs=0.02
+    )
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 48)])

@@ -13,7 +13,7 @@ from mdps.commands.terminal import run
 from mdps.training import outcome
 from mdps.training.folder import CONFIG
 
-SMALL = ("--recipe", "small", "--image-size", "16", "--batch", "2", "--log-every", "1", "--device", "cpu")
+SMALL = ("--recipe", "small", "--image-size", "16", "--batch", "2", "--set", "log-every=1", "--device", "cpu")
 
 
 def images(folder: Path, count: int = 10, size: int = 20, seed: int = 0) -> Path:

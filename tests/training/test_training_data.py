@@ -11,7 +11,7 @@ from PIL import Image
 from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
-from mdps.training import ArraySource, CropSource, FileSource, FolderSource, fit, small_recipe
+from mdps.training import ArraySource, CropsSource, FileSource, fit, small_recipe
 from mdps.training.draw import draw_batch, draw_timestep, image_index, to_unit, vary
 from mdps.training.progress import Reconstructions
 from mdps.training.sources import images_below
@@ -44,7 +44,7 @@ def test_a_folder_is_seen_as_the_detector_sees_it(tmp_path):
         write(tmp_path / name, rng.integers(0, 256, (20, 30, 3)))
     (tmp_path / "notes.txt").write_text("no image")
     preprocessing = Preprocessing(image_size=(8, 8))
-    source = FolderSource(tmp_path, preprocessing)
+    source = FileSource(images_below(tmp_path), preprocessing)
     assert [path.name for path in images_below(tmp_path)] == ["a.PNG", "b.png", "c.bmp"]
     np.testing.assert_allclose(
         to_unit(torch.from_numpy(source.images))[1].numpy(), preprocessing(tmp_path / "b.png"), atol=1e-6
@@ -55,7 +55,7 @@ def test_a_folder_is_seen_as_the_detector_sees_it(tmp_path):
 
 def test_crops_come_from_everywhere_in_the_picture():
     picture = np.arange(12 * 10, dtype=np.uint8).reshape(12, 10, 1).repeat(3, axis=2)
-    source, rng = CropSource(picture, (8, 8)), np.random.default_rng(0)
+    source, rng = CropsSource([picture], 8), np.random.default_rng(0)
     crops = [source.image(0, rng) for _ in range(500)]
     corners = {divmod(int(crop[0, 0, 0]), 10) for crop in crops}
     assert corners == {(y, x) for y in range(5) for x in range(3)}
@@ -164,8 +164,6 @@ def test_data_mistakes_are_told_before_the_first_step(tmp_path, tiny_images, tin
         fit(tiny_images[:, :7, :7], run, tiny_config, device="cpu")
     with pytest.raises(UsageError, match="cannot be turned"):
         fit(tiny_images[:, :4], run, replace(tiny_config, rotate=True), device="cpu")
-    with pytest.raises(UsageError, match="too small for crops"):
-        CropSource(tiny_images[0], (16, 16))
     assert not run.exists()
 
 
@@ -175,7 +173,7 @@ def sentences(folder, size=16):
         warnings.simplefilter("always")
         from mdps.training.loop import as_source
 
-        as_source(folder, Preprocessing(image_size=(size, size)))
+        as_source(folder, Preprocessing(image_size=(size, size)), small_recipe())
     return [str(warning.message) for warning in caught]
 
 

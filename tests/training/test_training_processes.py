@@ -19,7 +19,7 @@ from mdps.training.folder import CHECKPOINT, CONFIG, LOG
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 TRAIN = [sys.executable, "-m", "mdps.cli", "train"]
-SMALL = ["--recipe", "small", "--image-size", "32", "--batch", "2", "--log-every", "1", "--device", "cpu"]
+SMALL = ["--recipe", "small", "--image-size", "32", "--batch", "2", "--set", "log-every=1", "--device", "cpu"]
 
 
 @pytest.fixture
