@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mdps.benchmarks.data import category_of
+from mdps.benchmarks.data.samples import Category
 from mdps.benchmarks.kit import Fields, Say, exit_code, machine_facts, plain, quiet, say_on_stderr, table, write_report
 from mdps.benchmarks.study.terms import TestSet, load_test_set
 from mdps.models.checkpoints import load_denoiser
@@ -93,25 +94,35 @@ def measure(
 
     Every n-th test image is judged. UsageError as of `fit`, and where the category has no test images of both sorts.
     """
-    category, side = category_of(folder), config.network.image_size
-    train = [path for index, path in enumerate(category.train) if index % EVERY]
+    category = category_of(folder)
     settings = {"category": category.name, "every": every, "training": config.to_json()}
     rows = _kept(out, settings)
-    pictures = None
+    pictures = _pictures(category, config.network.image_size, every)
     for stop in stops[len(rows) :]:
-        spent, path = _trained(train, out / "run", replace(config, steps=stop))
-        if pictures is None:
-            pictures = _pictures(
-                category.train[::EVERY], train, load_test_set(category, Preprocessing((side, side)), every, LARGEST)
-            )
+        spent, path = _trained(_apart(category)[0], out / "run", replace(config, steps=stop))
         ended = outcome(out / "run")
         assert ended is not None
         before = rows[-1]["core_seconds"] if rows else 0.0
-        row = _row(load_denoiser(path), pictures, stop, before + spent, ended.loss)
-        rows.append(row.to_json())
+        rows.append(_row(load_denoiser(path), pictures, stop, before + spent, ended.loss).to_json())
         write_report(out, "short_training", settings | machine_facts() | {"rows": rows}, markdown(settings, rows))
         say(json.dumps(rows[-1]))
     return rows
+
+
+def value(ckpt: Path, folder: Path, out: Path, every: int = 1) -> dict[str, Any]:
+    """Value a denoiser of another run in the same way; it may have been trained on the images kept apart."""
+    denoiser, category = load_denoiser(ckpt), category_of(folder)
+    settings = {"category": category.name, "every": every, "training": denoiser.extra.get("training")}
+    steps, loss = (denoiser.extra.get(name) or 0 for name in ("steps", "loss"))
+    row = _row(denoiser, _pictures(category, denoiser.config.image_size, every), steps, 0.0, loss).to_json()
+    write_report(out, "short_training", settings | {"rows": [row]}, markdown(settings, [row]))
+    return row
+
+
+def _apart(category: Category) -> tuple[list[Path], list[Path]]:
+    """Return the good images to train on, and those kept apart."""
+    held = list(category.train[::EVERY])
+    return [path for path in category.train if path not in held], held
 
 
 def _kept(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,11 +141,12 @@ def _trained(paths: Sequence[Path], run: Path, config: TrainingConfig) -> tuple[
     return time.process_time() - begun, path
 
 
-def _pictures(held: Sequence[Path], trained: Sequence[Path], test: TestSet) -> Pictures:
-    framing = Preprocessing((test.observations.shape[2], test.observations.shape[3]))
-    bad = defects(held, framing, ())
-    good, kept = (see(paths, framing, ()).observations for paths in (trained, held))
-    return Pictures(good, kept, bad.seen.observations, Truth(bad.kinds, bad.masks), test)
+def _pictures(category: Category, side: int, every: int) -> Pictures:
+    framing = Preprocessing((side, side))
+    test = load_test_set(category, framing, every, LARGEST)
+    trained, held = (see(paths, framing, ()).observations for paths in _apart(category))
+    bad = defects(_apart(category)[1], framing, ())
+    return Pictures(trained, held, bad.seen.observations, Truth(bad.kinds, bad.masks), test)
 
 
 def _row(denoiser: Denoiser, pictures: Pictures, steps: int, spent: float, loss: float) -> Row:
@@ -229,11 +241,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--image-size", type=int, default=64, help="side of the images [64]")
     parser.add_argument("--every", type=int, default=1, help="judge every n-th test image only [1]")
     parser.add_argument("--change", nargs="*", default=[], metavar="NAME=VALUE", help="of TrainingConfig; JSON values")
+    parser.add_argument("--ckpt", type=Path, help="value this denoiser instead, and train none")
     parser.add_argument("--threads", type=int, default=1, help="processor threads [1]")
     given = parser.parse_args(argv)
 
     def work() -> None:
         torch.set_num_threads(given.threads)
+        if given.ckpt:
+            say_on_stderr(json.dumps(value(given.ckpt, given.category, given.out, given.every)))
+            return
         changes = {name: _json(text) for name, _, text in (change.partition("=") for change in given.change)}
         config = TrainingConfig.from_json(small_recipe(small_network(given.image_size)).to_json() | changes)
         measure(given.category, given.out, config, sorted(given.steps), given.every, say_on_stderr)
