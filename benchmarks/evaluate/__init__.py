@@ -1,6 +1,7 @@
 """Judges the test images of a category and measures image and pixel metrics, as MVTec AD papers report them."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -65,9 +66,15 @@ def evaluate_in_turn(
     running = [(tally, predictions_of(judge, paths)) for tally, (judge, _) in zip(tallies, judges, strict=True)]
     rounds = zip(samples, orders(running, len(samples)), strict=True)
     for sample, order in tqdm(rounds, desc=category.name, total=len(samples), unit="image", disable=None):
-        for tally, prediction in [(tally, next(predictions)) for tally, predictions in order]:
-            tally.add(sample, prediction)
+        for tally, found in [(tally, _clocked(predictions)) for tally, predictions in order]:
+            tally.add(sample, *found)
     return [tally.finished(every, out) for tally, (_, out) in zip(tallies, judges, strict=True)]
+
+
+def _clocked(predictions: Iterator[Prediction | str]) -> tuple[Prediction | str, float]:
+    """Return the next prediction, and milliseconds of the processor that it took."""
+    start = time.process_time()
+    return next(predictions), (time.process_time() - start) * 1000
 
 
 class _Tally:
@@ -82,7 +89,7 @@ class _Tally:
         self._untrue: list[str] = []
         self._vanished: list[str] = []
 
-    def add(self, sample: Sample, prediction: Prediction | str) -> None:
+    def add(self, sample: Sample, prediction: Prediction | str, processor_ms: float) -> None:
         """Take in one image; what is wrong with it becomes its row's error."""
         path = _below(sample.path, self._category.root)
         if isinstance(prediction, str):
@@ -92,7 +99,8 @@ class _Tally:
             reason = f"{self._predictor.name} gave a score or map that is no finite number"
             self._rows.append(ScoredImage(path, sample.kind, sample.defective, error=reason))
             return
-        self._rows.append(ScoredImage(path, sample.kind, sample.defective, prediction.score, prediction.ms))
+        times = (prediction.ms, processor_ms)
+        self._rows.append(ScoredImage(path, sample.kind, sample.defective, prediction.score, *times))
         truth = self._compare(sample, path, prediction)
         self.gallery.add(Example(sample.path, sample.kind, sample.defective, prediction, truth))
 

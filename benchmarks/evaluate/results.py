@@ -24,6 +24,7 @@ CHANCE = 0.55
 class ScoredImage(Fields):
     """One test image: `path` below the category's folder, `kind` "good" or the defect's name, and its score and time.
 
+    `ms` are the predictor's own; `processor_ms` are of all threads until it answered, with the reading of the file.
     An image that could not be judged has only an `error`, the sentence that says why.
     """
 
@@ -32,6 +33,7 @@ class ScoredImage(Fields):
     defective: bool
     score: float | None = None
     ms: float | None = None
+    processor_ms: float | None = None
     error: str | None = None
 
 

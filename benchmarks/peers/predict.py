@@ -303,35 +303,40 @@ def _fitted(
 
 
 def timed(found: Sequence[Evaluation]) -> list[Row]:
-    """Return a row for each, with the quartiles of its times, and their median as a multiple of PatchCore's."""
-    quartiles = [np.quantile([row.ms for row in one.rows if row.ms is not None], (0.25, 0.5, 0.75)) for one in found]
-    medians = {one.predictor: middle for one, (_, middle, _) in zip(found, quartiles, strict=True)}
-    base = medians.get(PEERS["patchcore"].title)
-    return [
-        {
-            "judge": ", ".join(filter(None, (one.predictor, kind_of(one.provenance)))),
-            **one.to_json(),
-            "ms_quartiles": [first, third],
-            "ms_to_patchcore": middle / base if base else None,
-        }
-        for one, (first, middle, third) in zip(found, np.array(quartiles).tolist(), strict=True)
-    ]
+    """Return a row for each, with quartiles of its times, and their medians as multiples of PatchCore's."""
+    rows = [{"judge": _judge(one), **one.to_json(), **_quartiles(one)} for one in found]
+    for base in [row for row in rows if row["judge"] == PEERS["patchcore"].title]:
+        for row in rows:
+            row |= {f"{name}_to_patchcore": row[name][1] / base[name][1] for name in TIMES}
+    return rows
 
 
-TIMES = ("ms quartiles", "x PatchCore", "threads")
+def _judge(found: Evaluation) -> str:
+    return ", ".join(filter(None, (found.predictor, kind_of(found.provenance))))
+
+
+TIMES = ("ms", "processor_ms")
+"""Of a `ScoredImage`; a row has their quartiles."""
+
+
+def _quartiles(found: Evaluation) -> dict[str, list[float]]:
+    judged = [row for row in found.rows if row.error is None]
+    return {name: np.quantile([getattr(row, name) for row in judged], (0.25, 0.5, 0.75)).tolist() for name in TIMES}
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table of the metrics, the verdicts' errors, the times side by side, how each was made, and who was skipped."""
     judged = [_cells(row) for row in rows if "skipped" not in row]
-    heads = ["judge", "input", "category", "images", *METRICS, *TIMES, *ERRORS, "calibrated on", "fitted"]
+    times = ("ms quartiles", "x PatchCore", "processor ms", "x PatchCore", "threads")
+    heads = ["judge", "input", "category", "images", *METRICS, *times, *ERRORS, "calibrated on", "fitted"]
     shown = table(heads, judged, left=(0, 1, 2, -1))
     return "\n\n".join([shown, *_notes(rows)]) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
-    made, (first, third), ratio = row["provenance"], row["ms_quartiles"], row["ms_to_patchcore"]
-    times = [f"{first:.1f} to {third:.1f}", f"{ratio:.2f}" if ratio else "", str(row["threads"])]
+    made, (first, _, third) = row["provenance"], row["ms"]
+    ratios = [f"{row[key]:.2f}" if (key := f"{name}_to_patchcore") in row else "" for name in TIMES]
+    times = [f"{first:.1f} to {third:.1f}", ratios[0], f"{row['processor_ms'][1]:.1f}", ratios[1], str(row["threads"])]
     numbers = [str(row["images"]), *metric_cells(row), *times, *error_cells(row["verdicts"])]
     return [row["judge"], input_cell(made), row["category"], *numbers, _calibrated(made), fitted(made)]
 

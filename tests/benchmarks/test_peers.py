@@ -197,11 +197,10 @@ def test_a_comparison_gives_the_rows_of_an_evaluation_and_names_who_was_skipped(
 
 
 def test_times_of_one_run_are_compared_with_patchcores():
-    def found(name, *times, **provenance):
-        rows = [ScoredImage(f"{i}.png", "good", False, 0.0, ms) for i, ms in enumerate(times)]
+    def found(name, *times, **made):
+        rows = [ScoredImage(f"{i}.png", "good", False, 0.0, ms, ms + 5) for i, ms in enumerate(times)]
         rows.append(ScoredImage("torn.png", "good", False, error="torn"))
-        metrics = dict.fromkeys(METRICS, 0.5)
-        return Evaluation(name, "parts", len(times), metrics, tuple(rows), None, provenance, (), 1.0)
+        return Evaluation(name, "parts", len(times), dict.fromkeys(METRICS, 0.5), tuple(rows), None, made, (), 1.0)
 
     peer = {"train_images": 6, "fit_seconds": 2.0}
     calibration = {"images": 41, "false_alarm_rate": 0.01}
@@ -209,17 +208,18 @@ def test_times_of_one_run_are_compared_with_patchcores():
     bank = found("PatchCore", 20.0, 15.0, 10.0, patches=1200, **peer)
     rows = predict.timed([tuned, found("glass", 60.0, tuned=None), bank])
     assert [row["judge"] for row in rows] == ["glass, tuned", "glass, published", "PatchCore"]
+    assert (rows[0]["ms"], rows[0]["processor_ms"]) == ([20.0, 30.0, 40.0], [25.0, 35.0, 45.0])
     assert [row["ms_to_patchcore"] for row in rows] == [2.0, 4.0, 1.0]
-    assert rows[0]["ms_quartiles"] == [20.0, 40.0]
-    assert [row["ms_to_patchcore"] for row in predict.timed([tuned])] == [None]
+    assert [row["processor_ms_to_patchcore"] for row in rows] == [35 / 20, 65 / 20, 1.0]
+    assert "ms_to_patchcore" not in predict.timed([tuned])[0]
     shown = predict.markdown([{**row, "threads": 1} for row in rows]).splitlines()
     first, _, last = [line.split(" | ")[12:] for line in shown[2:5]]
-    assert first == ["20.0 to 40.0", "2.00", "1", "0 of 0", "0 of 5", "41 for 0.01", " |"]
+    assert first == ["20.0 to 40.0", "2.00", "35.0", "1.75", "1", "0 of 0", "0 of 5", "41 for 0.01", " |"]
     made = "6 images, 2 s, one pass, 1,200 patches |"
-    assert last == ["12.5 to 17.5", "1.00", "1", "0 of 0", "0 of 3", "", made]
+    assert last == ["12.5 to 17.5", "1.00", "20.0", "1.00", "1", "0 of 0", "0 of 3", "", made]
 
 
-@pytest.mark.parametrize("patches", [1, 7, 1199, 1200, 1201, 4000])
+@pytest.mark.parametrize("patches", [1, 25, 43, 123, 1200, 4000])
 def test_a_number_of_patches_is_the_share_that_anomalib_rounds_to_it(patches):
     for images, size, count in ((167, (256, 256), 171_008), (12, (60, 36), 480)):
         kept = min(patches, count)
@@ -336,8 +336,9 @@ def test_a_bundle_is_measured_beside_the_peers(make_category, tmp_path):
     tuned, published, peer = json.loads(answer.stdout)
     assert (tuned["judge"], published["judge"], peer["judge"]) == ("bottle, tuned", "bottle, published", "PatchCore")
     assert {row["threads"] for row in (tuned, published, peer)} == {1}
-    assert peer["ms_to_patchcore"] == 1
-    assert tuned["ms_to_patchcore"] == pytest.approx(tuned["ms_per_image"] / peer["ms_per_image"])
+    assert tuned["ms"][1] == tuned["ms_per_image"]
+    for name in ("ms", "processor_ms"):
+        assert tuned[f"{name}_to_patchcore"] == pytest.approx(tuned[name][1] / peer[name][1])
     assert tuned["image_auroc"] != published["image_auroc"] or tuned["pixel_auroc"] != published["pixel_auroc"]
     assert {path.name for path in out.iterdir()} == {
         "tuned", "published", "patchcore", "fitted", "peers.json", "peers.md",
