@@ -26,7 +26,7 @@ from mdps.runtime.image_files import find_images
 from mdps.runtime.manifest import Manifest
 from mdps.tuning.candidates import Tried
 from mdps.tuning.options import TuneOptions
-from mdps.tuning.photographs import Seen, see, split
+from mdps.tuning.photographs import see, split
 from mdps.tuning.search import Search, choose
 from mdps.tuning.tune import Tuner, none_fits, refuse_tests
 from mdps.tuning.value import KindValue, Truth, scores
@@ -148,21 +148,16 @@ def measure(
 
 def _searched(tuner: Tuner, category: Category, work: Work) -> tuple[Search, Search]:
     """Return the search by synthetic defects, and that by the test images on the same terms, fitted once."""
-    framing, sizes = tuner.manifest.preprocessing, tuner.sizes
+    framing, side = tuner.manifest.preprocessing, tuner.side
     defects, images = tuner.images()
-    tests = see([sample.path for sample in category.test], framing, sizes)
+    tests = see([sample.path for sample in category.test], framing, side)
     test = load_test_set(category, framing, 1, LARGEST)
-    both = replace(images, bad=_together(defects.seen, tests))
+    both = replace(images, bad=defects.seen.joined(tests))
     truths = (images.truth, Tested(images.truth.kinds, images.truth.masks, test))
     mine, theirs = (tuner.search(replace(both, truth=truth), work) for truth in truths)
     for search in (mine, theirs):
         search.run(tuner.views)
     return mine, theirs
-
-
-def _together(first: Seen, second: Seen) -> Seen:
-    photographs = {size: np.concatenate([one, second.photographs[size]]) for size, one in first.photographs.items()}
-    return Seen(np.concatenate([first.images, second.images]), photographs)
 
 
 def _rows(mine: Search, theirs: Search, budget_ms: float) -> Iterator[Row]:

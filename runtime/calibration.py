@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import numpy as np
@@ -168,12 +169,14 @@ def exit_limit(calibration: Calibration | None, share: float, name: str) -> floa
 
 def calibrate(
     detector: Judge, images: Iterable[Picture], *, false_alarm_rate: float = 0.01, batch: int = 8,
-    each: Callable[[Array], object] = lambda scores: None,
+    each: Callable[[Array], object] = lambda scores: None, known: Mapping[int, float] = MappingProxyType({}),
 ) -> Calibration:  # fmt: skip
     """Calibrate on `images` of good parts (never test images), whatever calibration the detector has.
 
     At most the share `false_alarm_rate`, in (0, 1), of further good parts is to fail; `batch` (1 or more) pictures are
     judged at once, their scores given to `each`. A frozen mask range is measured first, over the first pass of all.
+    `known` are scores of some of the images, by their place, that count instead of what the detector gives them: those
+    of images that it was fitted to.
 
     Raises ImageError for an image that cannot be read, CalibrationError without images, UsageError for a rate outside
     (0, 1), BackendError where the engine fails or gives NaN; warns with CalibrationWarning where there are too few
@@ -189,8 +192,9 @@ def calibrate(
     first, last = _Range(), _Range()
     for observations in _batches(detector, pictures, batch):
         found = detector.inspect(observations, mask_range=frozen, early_exit=False)
-        scores.append(found.anomaly_score)
-        each(found.anomaly_score)
+        start = sum(map(len, scores))
+        scores.append(np.asarray([known.get(start + index, one) for index, one in enumerate(found.anomaly_score)]))
+        each(scores[-1])
         first_scores.append(found.first_score)
         first.add(found.first_map)
         last.add(found.anomaly_map)

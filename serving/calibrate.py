@@ -3,10 +3,10 @@
 import hashlib
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,12 @@ from tqdm import tqdm
 from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate, load
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import LoadFields
-from mdps.runtime.errors import CalibrationError, ImageError, refuse_unreadable
+from mdps.runtime.errors import ImageError, refuse_unreadable
 from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.serving.defects import KINDS
-from mdps.serving.fitness import measure
+from mdps.serving.fitness import measure, told
 
 FEWEST, MOST = 2, 16  # defects of a kind
 
@@ -65,7 +65,7 @@ def calibrate_folder(
     with load(bundle, asked) as detector:
         for sentence in odd_pictures(images, detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
-        calibration = calibrated(detector, _held_out(images, detector), false_alarm_rate)
+        calibration = calibrated(detector, images, false_alarm_rate)
     if calibration.doubt:
         warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
     manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
@@ -79,20 +79,15 @@ def fingerprint(image: Path) -> str:
     return hashlib.sha256(image.read_bytes()).hexdigest()[:12]
 
 
-def _held_out(images: Sequence[Path], detector: Detector) -> list[Path]:
-    """Return the images that a tuned detector was not fitted to, and warn of the others.
+def _known(images: Sequence[Path], evidence: Mapping[str, Any]) -> dict[int, float]:
+    """Return the scores of those images that a tuned detector was fitted to, by their place.
 
-    They score lower than further good parts will, and a threshold by them fails too many. CalibrationError where none
-    are left.
+    It gives them lower ones than it will give to further good parts. So `mdps tune` keeps what the same terms gave that
+    were fitted to others.
     """
-    fitted = set(detector.tuning.evidence.get("fitted", ())) if detector.tuning else set()
-    kept = [image for image in images if fingerprint(image) not in fitted] if fitted else list(images)
-    if len(kept) < len(images):
-        told = f"{len(images) - len(kept)} of {len(images)} images are those that `mdps tune` fitted the detector to"
-        if not kept:
-            raise CalibrationError(f"{told}, and say nothing of further parts: give others")
-        warnings.warn(f"{told}: they are left out, for they say nothing of further parts", stacklevel=3)
-    return kept
+    fitted = evidence.get("fitted", {})
+    names = enumerate(map(fingerprint, images)) if fitted else ()
+    return {index: fitted[name] for index, name in names if name in fitted}
 
 
 def defects_a_kind(images: int) -> int:
@@ -103,6 +98,7 @@ def defects_a_kind(images: int) -> int:
 def calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: float) -> Calibration:
     """Return the calibration with its fitness, and show on a terminal how far it is."""
     scores: list[float] = []
+    evidence = detector.tuning.evidence if detector.tuning else {}
     with tqdm(total=len(images), desc="good images", unit="image", disable=None) as bar:
 
         def took(found: NDArray[np.float32]) -> None:
@@ -111,7 +107,11 @@ def calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: flo
             if bar.n == len(images):
                 bar.close()  # a warning should have a line of its own
 
-        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate, each=took)
+        known = _known(images, evidence)
+        calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate, each=took, known=known)
+    if found := evidence.get("found"):  # a tuning put them into images that it was not yet fitted to
+        names, defective = [(kind, size) for kind, size, _ in found], [score for *_, score in found]
+        return replace(calibration, fitness=told(names, defective, calibration.threshold, scores))
     detector.calibration = calibration  # its mask range is that under which defects are judged
     per_kind = defects_a_kind(len(images))
     with tqdm(total=per_kind * len(KINDS), desc="images with defects put in", unit="image", disable=None) as bar:

@@ -1,7 +1,7 @@
 """Whether a detector sees defects on the parts it was calibrated on: puts some into images of good ones and looks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,7 +50,7 @@ def measure(
         made = [defective(detector.preprocessing, good, rows[index], [seed, index]).image for index in some]
         scores += [result.score for result in detector.batch(made)]
         progress(len(scores), len(rows))
-    return _told([(kind, size) for kind, size, _, _ in rows], np.asarray(scores), threshold, np.asarray(good_scores))
+    return told([(kind, size) for kind, size, _, _ in rows], scores, threshold, good_scores)
 
 
 def defective(
@@ -80,9 +80,10 @@ def _shown(preprocessing: Preprocessing, image: NDArray[np.uint8]) -> tuple[slic
     return slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
 
 
-def _told(
-    names: list[tuple[str, str]], scores: NDArray[np.floating[Any]], threshold: float, good: NDArray[np.floating[Any]]
-) -> Fitness:
+def told(names: Sequence[tuple[str, str]], defective: ArrayLike, threshold: float, good: ArrayLike) -> Fitness:
+    """Return the fitness by scores of images with defects, each of a kind and a size, and by those of good ones."""
+    scores = np.asarray(defective)
+
     def found(index: int, name: str) -> Found:
         chosen = scores[[names[index] == name for names in names]]
         return Found(len(chosen), int((chosen > threshold).sum()), auroc(good, chosen))

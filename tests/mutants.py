@@ -567,11 +567,25 @@ MUTANTS = (
         ("test_the_worst_kinds_count_most",),
     ),
     Mutant(
-        "tuning-fitted", "_held_out",
-        "fingerprint(image) not in fitted",
-        "True",
+        "tuning-fitted", "_known",
+        "if name in fitted",
+        "if False",
         "a threshold by images that a tuning was fitted to",
-        ("test_a_calibration_leaves_out_what_the_tuning_was_fitted_to",),
+        ("test_a_calibration_goes_by_scores_that_no_image_took_part_in",),
+    ),
+    Mutant(
+        "tuning-folds", "out_of_fold",
+        "[one[others] for one in inputs]",
+        "inputs",
+        "what is left out of a fit takes part in it",
+        ("test_maps_of_good_images_are_as_those_of_further_ones",),
+    ),
+    Mutant(
+        "tuning-sizes", "Candidate.preference",
+        "len(sizes) < 2",
+        "len(sizes) > 1",
+        "of equals one that sees a single size goes first",
+        ("test_of_equals_one_without_a_reconstruction_and_of_both_sizes_goes_first",),
     ),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from mdps.tuning.statistics import Statistic, View
 from mdps.tuning.value import KindValue, Truth, worst_aware
 
 LOW, HIGH = 0.5, 0.995  # quantiles of the maps of held-out good images that become 0 and 1
+HALVED = 192  # side of photographs from which on they are also seen at half of it
 TOP = 1  # pixels that the score counts
 BLURS = (0.0, 1.0, 2.0, 6.0)
 KINDS: tuple[StatisticKind, ...] = ("shared", "position", "bank")  # the quickest first
@@ -26,10 +27,8 @@ Array = NDArray[np.float32]
 
 def views(side: int) -> list[View]:
     """Return the views of photographs kept at `side`, the quickest first."""
-    small = min(128, side)
-    found = [View(size, (1, 2, 3), size // 8) for size in dict.fromkeys((small, min(256, side)))]
-    last = found[-1]
-    return [*found, replace(last, stages=(1, 2)), replace(last, stages=(2, 3))]
+    sizes = (side // 2, side) if side >= HALVED else (side,)
+    return [View(size, stages, size // 8) for size in sizes for stages in ((1, 2, 3), (1, 2), (2, 3))]
 
 
 def samplers(published: SamplerSettings, levels: int) -> dict[str, SamplerSettings]:
@@ -106,6 +105,17 @@ class Candidate:
         for raw in self.raws:
             parts |= raw.sources
         return sum(parts.values())
+
+    @property
+    def sampler(self) -> str:
+        """The name of the one that reconstructs, "" where none does."""
+        return next((raw.sampler for raw in self.raws if raw.sampler), "")
+
+    @property
+    def preference(self) -> tuple[bool, bool, int]:
+        """Among equals the least is chosen; see `search.choose`."""
+        sizes = {raw.view.size for raw in self.raws if raw.view}
+        return bool(self.sampler), len(sizes) < 2, len(self.raws)
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ def evidence(search: Search, chosen: Tried, options: TuneOptions, parts: Split) 
         "value": round(chosen.value, 4),
         "formula": "(image + pixel AUROC) / 2, its mean over the kinds averaged with that over their worst quarter",
         "budget_ms": options.budget_ms,
-        "ties": "within one standard error over the kinds: the fewest terms, then the best",
+        "ties": "within one standard error over the kinds: no reconstruction, both sizes, fewest terms, the best",
         "scale": [LOW, HIGH],
         "seed": SEED,
         "images": {"fit": len(parts.fit), "scale": len(parts.scale), "defects put in": len(parts.bearing)},

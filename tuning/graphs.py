@@ -28,7 +28,7 @@ from mdps.runtime.manifest import FileEntry, Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.settings import SamplerSettings
 from mdps.runtime.tuning import FUSION, PHOTOGRAPH, Cascade, Term, Tuning
-from mdps.tuning.statistics import Distance, Pixels, Residual, fusion, photograph_features
+from mdps.tuning.statistics import Distance, PhotographViews, Pixels, Residual, fusion
 
 TOLERANCE = 1e-3
 """Largest difference between a graph and its module, over the largest value or one."""
@@ -65,10 +65,14 @@ class Fused:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of the photograph that some term reads."""
-        read = [one.statistic.view.stages for term in self.terms if (one := term.distance("photograph"))]
-        return tuple(sorted({stage for stages in read for stage in stages}))
+    def stages(self) -> dict[int, tuple[int, ...]]:
+        """The stages that some term reads of the photograph, by the size at which it is seen."""
+        views = [one.statistic.view for term in self.terms if (one := term.distance("photograph"))]
+        sizes = sorted({view.size for view in views})
+        return {
+            size: tuple(sorted({stage for view in views if view.size == size for stage in view.stages}))
+            for size in sizes
+        }
 
     def tuning(self, graphs: dict[str, GraphEntry]) -> Tuning:
         """Return the record of it, with these graphs."""
@@ -131,25 +135,28 @@ class _Recorder:
         stream = torch.Generator().manual_seed(0)
         two, three = (torch.rand(2, *extra, 3, *size, generator=stream) * 2 - 1 for extra in ((), (3,)))
         shown = {"observation": two, "posterior_samples": three}
-        seen: dict[int, tuple[str, Tensor]] = {}
+        seen: dict[tuple[int, int], tuple[str, Tensor]] = {}
         if fused.photograph is not None and fused.backbone is not None:
             image = torch.rand(2, 3, *fused.photograph.network_size, generator=stream) * 2 - 1
-            module, names = photograph_features(fused.backbone, fused.stages), _numbered(len(fused.stages))
-            made = self.write(PHOTOGRAPH, module, {"photograph": image}, names)
-            seen = dict(zip(fused.stages, zip(names, made, strict=True), strict=True))
+            read = [(size, stage) for size, stages in fused.stages.items() for stage in stages]
+            names = [f"photograph_features_{index}" for index in range(1, len(read) + 1)]
+            made = self.write(PHOTOGRAPH, PhotographViews(fused.backbone, fused.stages), {"photograph": image}, names)
+            seen = dict(zip(read, zip(names, made, strict=True), strict=True))
         maps = {one.term.name: self._term(one, fused.backbone, shown, seen) for one in fused.terms}
         terms = [fitted.term for fitted in fused.terms]
         self.write(FUSION, fusion(terms, size, fused.top), maps, ["anomaly_map", "anomaly_score", "mask"])
 
     def _term(
-        self, fitted: Fitted, backbone: Backbone | None, shown: dict[str, Tensor], seen: dict[int, tuple[str, Tensor]]
-    ) -> Tensor:
+        self, fitted: Fitted, backbone: Backbone | None, shown: dict[str, Tensor],
+        seen: Mapping[tuple[int, int], tuple[str, Tensor]],
+    ) -> Tensor:  # fmt: skip
         """Return its map of the examples."""
         if fitted.module is None:
             return shown["observation"][:, :1]
         inputs, module = shown, _Map(fitted.module)
         if distance := fitted.distance("photograph"):
-            inputs = dict(seen[stage] for stage in distance.statistic.view.stages)
+            view = distance.statistic.view
+            inputs = dict(seen[view.size, stage] for stage in view.stages)
         elif distance := fitted.distance("residual"):
             assert backbone is not None
             module = _Map(Residual(backbone, distance))
@@ -190,10 +197,6 @@ class _Map(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor]:
         return (self.module(*inputs),)
-
-
-def _numbered(stages: int) -> list[str]:
-    return [f"photograph_features_{index + 1}" for index in range(stages)]
 
 
 def _tuned(manifest: Manifest, product: str, tuning: Tuning, files: Mapping[str, FileEntry]) -> Manifest:

@@ -17,7 +17,7 @@ from mdps.serving.fitness import defective
 from mdps.tuning.value import reduced
 
 SEED = 17
-SIDE = 256  # of the largest view
+SIDE = 256  # of the largest photographs that are kept
 FEWEST, FEW = 5, 40
 MOST_FITTED, MOST_HELD = 400, 150  # images: more take memory and time, and change little
 HELD, FEWEST_HELD = 0.2, 20  # share of the images that is held out, and how many at least, up to 2/5 of them
@@ -64,7 +64,7 @@ def doubt_of(count: int) -> str:
     held = len(split(count).held)
     return (
         f"{count} good images are few: the choice among candidates rests on {held} of them that were held out, and the "
-        f"threshold too; with {FEW} or more both are steadier"
+        f"threshold on all; with {FEW} or more both are steadier"
     )
 
 
@@ -79,45 +79,47 @@ def photograph(bundle: Preprocessing, size: int) -> Preprocessing:
 def side_of(paths: Sequence[Path], bundle: Preprocessing) -> int:
     """Return the usual side of the photographs as far as the bundle shows them, at most SIDE.
 
-    It is a multiple of 8, so that maps of features have whole pixels.
+    It is a multiple of 16, so that maps of features have whole pixels, at half the side too.
     """
     sides = []
     for header in known_headers(paths)[1]:
         with suppress(ImageError):  # said with all others that cannot be read
             left, top, right, bottom = bundle.covered_box(header.size)
             sides.append(min(right - left, bottom - top))
-    return max(8, int(min(SIDE, np.median(sides) if sides else SIDE)) // 8 * 8)
+    return max(16, int(min(SIDE, np.median(sides) if sides else SIDE)) // 16 * 16)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Pictures as the network sees them, and as its features do, by the side of that view: uint8 [n, H, W, 3]."""
+    """Pictures as the network sees them, uint8 [n, H, W, 3], and as their features do, [n, side, side, 3]."""
 
     images: Images
-    photographs: dict[int, Images]
+    photographs: Images
 
     def pick(self, rows: Sequence[int]) -> "Seen":
         """Return these of the pictures."""
         chosen = list(rows)
-        return Seen(self.images[chosen], {size: images[chosen] for size, images in self.photographs.items()})
+        return Seen(self.images[chosen], self.photographs[chosen])
+
+    def joined(self, other: "Seen") -> "Seen":
+        """Return these pictures and then those of another."""
+        pairs = (self.images, other.images), (self.photographs, other.photographs)
+        return Seen(*(np.concatenate(pair) for pair in pairs))
 
     @property
     def observations(self) -> Array:
         """Float32 [n, 3, H, W] in [-1, 1]."""
-        return _unit(self.images)
-
-    def photograph(self, size: int) -> Array:
-        """Float32 [n, 3, size, size] in [-1, 1]."""
-        return _unit(self.photographs[size])
+        return unit(self.images)
 
 
-def _unit(images: Images) -> Array:
+def unit(images: Images) -> Array:
+    """Return pictures uint8 [n, H, W, 3] as float32 [n, 3, H, W] in [-1, 1]."""
     return np.stack([to_unit(image) for image in images])
 
 
-def see(pictures: Iterable[Picture], bundle: Preprocessing, sizes: Sequence[int]) -> Seen:
-    """Decode each picture once and keep its views; ImageError names up to five that cannot be read."""
-    views = [bundle, *(photograph(bundle, size) for size in sizes)]
+def see(pictures: Iterable[Picture], bundle: Preprocessing, side: int) -> Seen:
+    """Decode each picture once and keep both views of it; ImageError names up to five that cannot be read."""
+    views = bundle, photograph(bundle, side)
     kept: list[list[Images]] = [[] for _ in views]
     faults: list[str] = []
     for picture in pictures:
@@ -130,8 +132,8 @@ def see(pictures: Iterable[Picture], bundle: Preprocessing, sizes: Sequence[int]
         for one, array in zip(kept, found, strict=True):
             one.append(to_uint8(array))
     refuse_unreadable(faults, len(faults) + len(kept[0]), "a tuning")
-    images, *photographs = (np.stack(one) for one in kept)
-    return Seen(images, dict(zip(sizes, photographs, strict=True)))
+    images, photographs = (np.stack(one) for one in kept)
+    return Seen(images, photographs)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Defects:
 
 
 def defects(
-    paths: Sequence[Path], bundle: Preprocessing, sizes: Sequence[int], per_kind: int = PER_KIND, seed: int = SEED
+    paths: Sequence[Path], bundle: Preprocessing, side: int, per_kind: int = PER_KIND, seed: int = SEED
 ) -> Defects:
     """Put every kind of defect `per_kind` times into these photographs, all by one seed."""
     rows = plan(len(paths), per_kind, seed)
@@ -157,7 +159,7 @@ def defects(
             masks.append(reduced(_covered(one.mask, bundle), bundle.network_size))
             yield one.image
 
-    seen = see(drawn(), bundle, sizes)
+    seen = see(drawn(), bundle, side)
     return Defects(tuple(kind for kind, *_ in rows), tuple(size for _, size, *_ in rows), seen, np.stack(masks))
 
 

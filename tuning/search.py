@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from mdps.models.backbones import Backbone
 from mdps.runtime.settings import SamplerSettings
 from mdps.tuning.candidates import BLURS, KINDS, WEIGHTS, Candidate, Raw, Tried
 from mdps.tuning.compiled import Machine, Results
-from mdps.tuning.photographs import Seen
+from mdps.tuning.photographs import Seen, unit
 from mdps.tuning.reconstruct import DDAD, Reconstruction, Reconstructor
 from mdps.tuning.statistics import (
     Blur,
     Distance,
+    PhotographFeatures,
     Pixels,
     Statistic,
     View,
     fit,
     fit_pixels,
-    photograph_features,
     residual_features,
 )
 from mdps.tuning.value import Truth
@@ -33,7 +33,7 @@ from mdps.tuning.work import Arrays, Work
 
 MINUTES = 15.0
 BEST_SAMPLERS = 2  # of which the residual's features are tried
-BEST_TERMS = 3  # of the photograph, and of a reconstruction, that are summed in pairs
+BEST_TERMS = 3  # of the photograph, and of a reconstruction, that are summed
 RECONSTRUCTED = 60  # good images to fit the statistics of a reconstruction to
 
 Array = NDArray[np.float32]
@@ -78,7 +78,7 @@ class Search:
             self._within(name, partial(self._reconstruction, name, sampler))
         for name in self._best_samplers():
             self._within(f"features of the residual, {name}", partial(self._residual, name))
-        self._pairs()
+        self._sums()
         for name in self.reconstructor.lacking if self.reconstructor else ():
             self.left_out.append(f"{name} (the bundle has no graph {DDAD}: export it again)")
 
@@ -90,10 +90,12 @@ class Search:
         self._begun += 1
         do()
 
-    def _add(self, *raws: Raw, weights: tuple[float, ...] = (1.0,)) -> None:
+    def _add(self, *raws: Raw, weights: tuple[float, ...] = ()) -> None:
         scales = [raw.scale(self.images.count) for raw in raws]
         if all(low < high for low, high in scales):
-            self.tried.append(Tried.of(Candidate(raws, weights), self.images.truth, self.images.count))
+            self.tried.append(
+                Tried.of(Candidate(raws, weights or (1.0,) * len(raws)), self.images.truth, self.images.count)
+            )
 
     # Statistics of the photograph
 
@@ -105,8 +107,8 @@ class Search:
             self._blurred(made, Statistic(kind, "photograph", view, 0.0), name, source)
 
     def _of_photographs(self, view: View) -> Arrays:
-        module = photograph_features(self.backbone(view.stages), view.stages)
-        made = self.machine.run(module, *([seen.photograph(view.size)] for seen in self._seen()))
+        module = PhotographFeatures(self.backbone(view.stages), view.stages, view.size)
+        made = self.machine.run(module, *([unit(seen.photographs)] for seen in self._seen()))
         return self._distances(made.sets, "photograph", view) | {"ms": np.asarray(made.ms)}
 
     def _seen(self) -> tuple[Seen, Seen, Seen]:
@@ -196,59 +198,78 @@ class Search:
             parts |= {f"the map, {name}": float(made["score ms"])}
         return parts
 
-    def fitted(self, raw: Raw) -> Distance | Pixels | None:
-        """Return the module of a term, fitted as it was tried; None for the map of a reconstruction."""
+    def inputs(self, raw: Raw, seen: Seen) -> list[Tensor]:
+        """Return what the module of a term takes of these images, or the map [n, 1, H, W] of a reconstruction."""
+        if raw.view:
+            module = PhotographFeatures(self.backbone(raw.view.stages), raw.view.stages, raw.view.size)
+            return self._made(module, unit(seen.photographs))
+        assert self.reconstructor is not None
+        y = seen.observations
+        (made,) = self.reconstructor.run(self.reconstructor.samplers[raw.sampler], y)
+        if raw.kind == "map":
+            return [torch.from_numpy(made.maps[:, None])]
+        if raw.statistic is None:
+            return [torch.from_numpy(y), torch.from_numpy(made.samples)]
+        view = raw.statistic.view
+        return self._made(residual_features(self.backbone(view.stages), view), y, made.samples)
+
+    def _made(self, module: nn.Module, *inputs: Array) -> list[Tensor]:
+        (made,) = self.machine.run(module, inputs).sets
+        return [torch.from_numpy(stage) for stage in made]
+
+    def fit(self, raw: Raw, inputs: Sequence[Tensor]) -> Distance | Pixels | None:
+        """Return the module of a term, fitted to these inputs; None for the map of a reconstruction."""
         if raw.kind == "map":
             return None
-        if raw.view:
-            module = photograph_features(self.backbone(raw.view.stages), raw.view.stages)
-            return self._fit(raw, module, [self.images.fit.photograph(raw.view.size)])
-        assert self.reconstructor is not None
-        y = self.images.fit.observations[:RECONSTRUCTED]
-        (made,) = self.reconstructor.run(self.reconstructor.samplers[raw.sampler], y)
-        if raw.statistic is None:
-            return fit_pixels(torch.from_numpy(y), torch.from_numpy(made.samples), raw.blur)
-        view = raw.statistic.view
-        return self._fit(raw, residual_features(self.backbone(view.stages), view), [y, made.samples])
-
-    def _fit(self, raw: Raw, features: nn.Module, inputs: Sequence[Array]) -> Distance:
-        assert raw.statistic is not None
-        (made,) = self.machine.run(features, inputs).sets
-        return fit(raw.statistic, [torch.from_numpy(stage) for stage in made])
+        return fit(raw.statistic, inputs) if raw.statistic else fit_pixels(inputs[0], inputs[1], raw.blur)
 
     def sampler(self, candidate: Candidate) -> SamplerSettings | None:
         """Return the one that reconstructs for a candidate, None where none does."""
-        name = next((raw.sampler for raw in candidate.raws if raw.sampler), "")
+        name = candidate.sampler
         return self.reconstructor.samplers[name] if self.reconstructor and name else None
 
     # Sums
 
-    def _pairs(self) -> None:
-        alone = sorted((one for one in self.tried if len(one.candidate.raws) == 1), key=lambda one: -one.value)
-        raws = [one.candidate.raws[0] for one in alone]
-        ours = _unlike([raw for raw in raws if raw.of == "photograph"])
-        theirs = _unlike([raw for raw in raws if raw.of != "photograph"])
+    def _sums(self) -> None:
+        self._both_sizes()
+        ours = _unlike([one.candidate for one in self._ranked() if not one.candidate.sampler])
+        theirs = _unlike([one.candidate for one in self._ranked() if one.candidate.sampler])
         for mine in ours:
             for other in theirs:
-                for weights in WEIGHTS:
-                    self._add(mine, other, weights=weights)
-        for mine, other in combinations(ours, 2):
-            if mine.view == other.view:  # one run of the feature network serves both
-                self._add(mine, other, weights=WEIGHTS[0])
+                for weight, of_other in WEIGHTS:
+                    self._add(*mine.raws, *other.raws, weights=(*[weight] * len(mine.raws), of_other))
+        for first, second in combinations(ours, 2):
+            together = dict.fromkeys((*first.raws, *second.raws))
+            if len({raw.view for raw in together}) < len(together):  # one run of the feature network serves both
+                self._add(*together)
+
+    def _both_sizes(self) -> None:
+        """Add sums of one statistic of photographs seen at two sizes."""
+        by_view = {
+            (raw.kind, raw.view, raw.blur): raw for one in self.tried if (raw := one.candidate.raws[0]) and raw.view
+        }
+        for (kind, view, blur), raw in by_view.items():
+            double = replace(view, size=2 * view.size, grid=2 * view.grid)
+            if larger := by_view.get((kind, double, blur)):
+                self._add(raw, larger)
+
+    def _ranked(self) -> list[Tried]:
+        return sorted(self.tried, key=lambda one: -one.value)
 
 
 def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
-    """Return the best of those within the budget, of equals the simplest; None for none.
+    """Return the best of those within the budget, of equals the likeliest to hold for other defects; None for none.
 
-    Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects;
-    of these the one of fewest terms, then the best.
+    Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects.
+    Of these go first such as need no reconstruction, then such as see the photograph at both sizes, since how large the
+    true defects are is not known; then those of fewest terms, then the best.
     """
     eligible = [one for one in tried if one.ms <= budget_ms]
     if not eligible:
         return None
     best = max(eligible, key=lambda one: one.value)
     equal = [one for one in eligible if one.value == best.value or _equal(one, best)]
-    return min(equal, key=lambda one: (len(one.candidate.raws), -one.value, one.ms))
+    return min(equal, key=lambda one: (*one.candidate.preference, -one.value, one.ms))
 
 
 def _equal(one: Tried, best: Tried) -> bool:
@@ -256,11 +277,11 @@ def _equal(one: Tried, best: Tried) -> bool:
     return len(differences) > 1 and bool(differences.mean() <= differences.std(ddof=1) / np.sqrt(len(differences)))
 
 
-def _unlike(raws: Sequence[Raw]) -> list[Raw]:
+def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the first few of which no two differ by their blur alone."""
-    first: dict[tuple[Any, ...], Raw] = {}
-    for raw in raws:
-        first.setdefault((raw.kind, raw.view, raw.sampler, raw.of), raw)
+    first: dict[tuple[Any, ...], Candidate] = {}
+    for one in candidates:
+        first.setdefault(tuple((raw.kind, raw.view, raw.sampler, raw.of) for raw in one.raws), one)
     return list(first.values())[:BEST_TERMS]
 
 

@@ -4,7 +4,7 @@ Fits are in float64; torch's batched linear algebra is not used, which on some p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ Array = NDArray[np.float64]
 class View:
     """Features as a statistic sees them: of an image of side `size`, from `stages`, brought to `grid` x `grid`.
 
-    For the residual, `size` is that to which a smaller observation is enlarged for the feature network.
+    A smaller image is enlarged to that size for the feature network, one whose side is a multiple of it averaged down.
     """
 
     size: int
@@ -79,18 +79,34 @@ def fit_pixels(observations: Tensor, posterior_samples: Tensor, blur: float) -> 
 
 
 class PhotographFeatures(nn.Module):
-    """photograph [B, 3, h, w] in [-1, 1] -> the features of some stages, 3 x 3 means, [B, C_k, h_k, w_k] each."""
+    """image [B, 3, h, w] in [-1, 1] -> the features of some stages, 3 x 3 means, [B, C_k, h_k, w_k] each.
 
-    def __init__(self, backbone: Backbone, stages: Sequence[int], size: int | None = None) -> None:
+    `size` is that of `View`.
+    """
+
+    def __init__(self, backbone: Backbone, stages: Sequence[int], size: int) -> None:
         super().__init__()
+        self.size = size
         lacking = sorted(set(stages) - set(backbone.stages))
         require(not lacking, f"the backbone {backbone.name} was loaded without its stages {lacking}")
         self.features = Features(backbone, backbone.mean, backbone.std, size, pool=3, unit=False).eval()
         self.chosen = [backbone.stages.index(stage) for stage in stages]
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        features = self.features(image)
+        factor = min(image.shape[-2:]) // self.size
+        features = self.features(F.avg_pool2d(image, factor) if factor > 1 else image)
         return tuple(features[index] for index in self.chosen)
+
+
+class PhotographViews(nn.Module):
+    """photograph [B, 3, h, w] in [-1, 1] -> features of it at several sizes, of each its stages, in order."""
+
+    def __init__(self, backbone: Backbone, stages: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        self.sizes = nn.ModuleList(PhotographFeatures(backbone, chosen, size) for size, chosen in stages.items())
+
+    def forward(self, photograph: Tensor) -> tuple[Tensor, ...]:
+        return tuple(stage for features in self.sizes for stage in features(photograph))
 
 
 class ResidualFeatures(nn.Module):
@@ -105,11 +121,6 @@ class ResidualFeatures(nn.Module):
         theirs = self.features(posterior_samples.flatten(0, 1))
         shape = posterior_samples.shape[:2]
         return tuple(a - b.reshape(*shape, *b.shape[1:]).mean(dim=1) for a, b in zip(ours, theirs, strict=True))
-
-
-def photograph_features(backbone: Backbone, stages: Sequence[int]) -> PhotographFeatures:
-    """Return the module of the photograph's features; the backbone must have been loaded with these stages."""
-    return PhotographFeatures(backbone, stages)
 
 
 def residual_features(backbone: Backbone, view: View) -> ResidualFeatures:

@@ -20,10 +20,11 @@ from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.loading import choose_engine, open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspector
-from mdps.runtime.preprocessing import Observations
+from mdps.runtime.settings import SamplerSettings
 from mdps.serving.calibrate import calibrated, fingerprint
-from mdps.tuning.candidates import TOP, Candidate, Tried, views
+from mdps.tuning.candidates import TOP, Candidate, Tried, scale_of, views
 from mdps.tuning.compiled import Machine
+from mdps.tuning.crossfit import crossfitted
 from mdps.tuning.evidence import evidence
 from mdps.tuning.graphs import Fitted, Fused, write
 from mdps.tuning.options import TuneOptions
@@ -32,8 +33,8 @@ from mdps.tuning.photographs import Defects, Split, defects, doubt_of, photograp
 from mdps.tuning.reconstruct import Reconstructor
 from mdps.tuning.report import write_report
 from mdps.tuning.search import Images, Progress, Search, choose
-from mdps.tuning.statistics import View
-from mdps.tuning.value import Truth
+from mdps.tuning.statistics import Distance, Pixels, View
+from mdps.tuning.value import Truth, scores
 from mdps.tuning.work import Work, hash_of
 
 TESTS, BESIDE = ("test", "ground_truth"), ("train", "ground_truth")
@@ -150,12 +151,12 @@ class Tuner:
     @cached_property
     def views(self) -> list[View]:
         """Of the photographs."""
-        return views(side_of(self.paths, self.manifest.preprocessing))
+        return views(self.side)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Sides of the photographs in all views."""
-        return sorted({view.size for view in self.views})
+    @cached_property
+    def side(self) -> int:
+        """Of the photographs, as they are kept and as the tuned detector will see them."""
+        return side_of(self.paths, self.manifest.preprocessing)
 
     def search(self, images: Images, work: Work) -> Search:
         """Return the search among all candidates by these images, not yet begun."""
@@ -170,13 +171,18 @@ class Tuner:
     def images(self) -> tuple[Defects, Images]:
         """Return synthetic defects, and the images of a search with them."""
         self.progress("reading images", 0.0)
-        framing, sizes = self.manifest.preprocessing, self.sizes
-        count, rows = len(self.parts.fit), (*self.parts.fit, *self.parts.held)
-        seen = see(self._files(rows), framing, sizes)
-        fitted, held = seen.pick(range(count)), seen.pick(range(count, len(rows)))
+        framing, side = self.manifest.preprocessing, self.side
+        count = len(self.parts.fit)
+        seen = see(self._files(self._rows), framing, side)
+        fitted, held = seen.pick(range(count)), seen.pick(range(count, len(self._rows)))
         self.progress("putting defects in", 0.0)
-        bad = defects(self._files(self.parts.bearing), framing, sizes, self.options.per_kind)
+        bad = defects(self._files(self.parts.bearing), framing, side, self.options.per_kind)
         return bad, Images(fitted, held, bad.seen, len(self.parts.scale), Truth(bad.kinds, bad.masks))
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """Those that are fitted to, then those held out."""
+        return (*self.parts.fit, *self.parts.held)
 
     def _files(self, rows: Sequence[int]) -> list[Path]:
         return [self.paths[row] for row in rows]
@@ -204,51 +210,51 @@ class Tuner:
         raise none_fits(search, self.options.budget_ms)
 
     def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
-        fitted = [fingerprint(path) for path in self._files(self.parts.fit)]
-        told = evidence(search, chosen, self.options, self.parts) | {"fitted": fitted}
-        found: dict[str, Any] = {}
+        seen = search.images.fit.joined(search.images.held)
+        candidate, modules = crossfitted(search, chosen.candidate, seen)
+        good, defective = candidate.fused(len(seen.images), self.manifest.preprocessing.network_size)
+        judged = zip(self._files(self._rows), scores(good, TOP).tolist(), strict=True)
+        told = evidence(search, chosen, self.options, self.parts) | {
+            "fitted": {fingerprint(path): score for path, score in judged},
+            "found": [list(row) for row in zip(bad.kinds, bad.sizes, scores(defective, TOP).tolist(), strict=True)],
+        }
+        found: dict[str, Any] = {"shown": Shown(bad, scores(defective, TOP), defective)}
 
         def fit(manifest: Manifest) -> Calibration:
-            calibration, more = self._calibrated(manifest, bad)
-            found.update(more)
+            calibration, found["ms"] = self._calibrated(manifest)
             return calibration
 
         self.progress(f"writing and calibrating {chosen.candidate.name}", 1.0)
-        write(self.bundle, self.asked.product, self._fused(chosen.candidate, search, told), fit)
+        write(self.bundle, self.asked.product, self._fused(candidate, modules, search.sampler(candidate), told), fit)
         calibration = Manifest.read(self.bundle, verify=False).calibrations[self.asked.product]
         return Outcome(chosen, search, calibration, self.options.budget_ms, evidence=told, **found)
 
-    def _fused(self, candidate: Candidate, search: Search, told: dict[str, Any]) -> Fused:
-        count = search.images.count
-        terms = candidate.terms([raw.scale(count) for raw in candidate.raws])
-        view = next((raw.view for raw in candidate.raws if raw.view), None)
+    def _fused(
+        self, candidate: Candidate, modules: Sequence[Distance | Pixels | None], sampler: SamplerSettings | None,
+        told: dict[str, Any],
+    ) -> Fused:  # fmt: skip
+        terms = candidate.terms([scale_of(raw.good) for raw in candidate.raws])
+        shown = any(raw.view for raw in candidate.raws)
         return Fused(
-            terms=[Fitted(term, search.fitted(raw)) for term, raw in zip(terms, candidate.raws, strict=True)],
+            terms=[Fitted(term, module) for term, module in zip(terms, modules, strict=True)],
             top=TOP,
             backbone=self._backbone((1, 2, 3)),
-            photograph=photograph(self.manifest.preprocessing, view.size) if view else None,
-            sampler=search.sampler(candidate),
+            photograph=photograph(self.manifest.preprocessing, self.side) if shown else None,
+            sampler=sampler,
             evidence=told,
         )
 
-    def _calibrated(self, manifest: Manifest, bad: Defects) -> tuple[Calibration, dict[str, Any]]:
+    def _calibrated(self, manifest: Manifest) -> tuple[Calibration, float]:
+        """Return the calibration, and ms an image; `_TooSlowError` where these exceed the budget."""
         asked = replace(self.asked, calibrated=False, warm_up=True, early_exit=None)
         opened = Bundle.of(self.bundle, manifest, asked)
 
         def detector(pipeline: Inspector, engine: str) -> Detector:
             return Detector(manifest, pipeline, product=asked.product, engine=engine, tuning=opened.tuning)
 
-        held = self._files(self.parts.held)
+        images = self._files(self._rows)
         with open_detector(opened, asked, detector) as loaded:
-            ms = median(loaded(path).times["total"] for path in held[:TIMED])
+            ms = median(loaded(path).times["total"] for path in images[:TIMED])
             if ms > SLACK * self.options.budget_ms:
                 raise _TooSlowError(ms)
-            calibration = calibrated(loaded, held, self.rate)
-            return calibration, {"ms": ms, "shown": _shown(loaded, bad)}
-
-
-def _shown(detector: Detector, bad: Defects) -> Shown:
-    view = detector.tuning.photograph if detector.tuning else None
-    photographs = bad.seen.photograph(view.network_size[0]) if view else None
-    found = detector.inspect(Observations(bad.seen.observations, photographs))
-    return Shown(bad, found.anomaly_score, found.anomaly_map[:, 0])
+            return calibrated(loaded, images, self.rate), ms

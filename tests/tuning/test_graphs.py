@@ -28,13 +28,13 @@ from mdps.tuning import graphs
 from mdps.tuning.graphs import Fitted, Fused, write
 from mdps.tuning.statistics import (
     Distance,
+    PhotographFeatures,
     Residual,
     Statistic,
     View,
     fit,
     fit_pixels,
     fusion,
-    photograph_features,
     residual_features,
 )
 
@@ -48,8 +48,9 @@ def images(*shape: int, seed: int = 0) -> Tensor:
 
 
 def of_photographs(kind: str, size: int, blur: float = 2.0, stages: tuple[int, ...] = STAGES) -> Distance:
+    """A statistic of photographs of this size, or of larger ones seen at it."""
     backbone = load_backbone("random_tiny", stages=STAGES)
-    features = photograph_features(backbone, stages)(images(4, 3, size, size, seed=6))
+    features = PhotographFeatures(backbone, stages, size)(images(4, 3, size, size, seed=6))
     return fit(Statistic(kind, "photograph", View(size, stages, size // 8), blur), features)  # type: ignore[arg-type]
 
 
@@ -64,7 +65,7 @@ def fused(size: int = 64, extra: float = 0.0) -> Fused:
         Fitted(Term("pixels", "pixels", "reconstruction", 0.0, 2.0, 0.5), fit_pixels(y, samples, 2.0)),
         Fitted(Term("position", "position", "photograph", 1.0, 9.0, 1.0), of_photographs("position", size)),
         Fitted(
-            Term("bank", "bank", "photograph", 1.0, 9.0, 1.0), of_photographs("bank", size, stages=(2, 3))
+            Term("bank", "bank", "photograph", 1.0, 9.0, 1.0), of_photographs("bank", size // 2, stages=(2, 3))
         ),
         Fitted(Term("residual", "shared", "residual", 1.0, 9.0, 1.0), residual),
     ]  # fmt: skip
@@ -94,12 +95,14 @@ def test_graphs_compute_what_their_modules_do_at_any_batch(bundle: Path, engine:
     for batch in (1, 3):
         y, samples = images(batch, 3, *NETWORK, seed=2), images(batch, 2, 3, *NETWORK, seed=3)
         photograph = images(batch, 3, size, size, seed=4)
-        stages = photograph_features(given.backbone, STAGES)(photograph)
-        seen = {f"photograph_features_{k}": stage for k, stage in enumerate(stages, 1)}
+        stages = PhotographFeatures(given.backbone, STAGES, size)(photograph)
+        halved = photograph.unflatten(2, (-1, 2)).unflatten(4, (-1, 2)).mean(dim=(3, 5))
+        smaller = PhotographFeatures(given.backbone, (2, 3), size // 2)(halved)
+        seen = {f"photograph_features_{k}": stage for k, stage in enumerate((*smaller, *stages), 1)}
         wanted = {
             "pixels": modules["pixels"](y, samples),
             "position": modules["position"](*stages),
-            "bank": modules["bank"](*stages[1:]),
+            "bank": modules["bank"](*smaller),
             "residual": Residual(given.backbone, modules["residual"])(y, samples),
         }
         inputs = {"observation": y, "posterior_samples": samples, **seen}

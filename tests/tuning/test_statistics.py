@@ -15,7 +15,15 @@ from mdps.models.backbones import load_backbone
 from mdps.runtime.errors import UsageError
 from mdps.runtime.tuning import Term
 from mdps.tuning import statistics
-from mdps.tuning.statistics import Statistic, View, fit, fit_pixels, fusion, photograph_features, residual_features
+from mdps.tuning.statistics import (
+    PhotographFeatures,
+    Statistic,
+    View,
+    fit,
+    fit_pixels,
+    fusion,
+    residual_features,
+)
 
 GRID = 4
 VIEW = View(size=32, stages=(1, 2), grid=GRID)
@@ -156,7 +164,7 @@ def test_features_of_the_photograph_are_means_of_the_backbones_own() -> None:
     backbone, image = load_backbone("random_tiny", stages=(1, 2, 3)), torch.rand(2, 3, 48, 48) * 2 - 1
     mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (backbone.mean, backbone.std))
     own = backbone(((image + 1) / 2 - mean) / std)
-    for index, found in zip((0, 2), photograph_features(backbone, (1, 3))(image), strict=True):
+    for index, found in zip((0, 2), PhotographFeatures(backbone, (1, 3), 48)(image), strict=True):
         wanted = torch.nn.functional.pad(own[index], [1] * 4).unfold(2, 3, 1).unfold(3, 3, 1).mean(dim=(-1, -2))
         torch.testing.assert_close(found, wanted)
 
@@ -164,7 +172,7 @@ def test_features_of_the_photograph_are_means_of_the_backbones_own() -> None:
 def test_the_residual_of_features_is_averaged_over_samples() -> None:
     backbone = load_backbone("random_tiny", stages=(1, 2))
     y, samples = torch.rand(2, 3, 16, 16) * 2 - 1, torch.rand(2, 3, 3, 16, 16) * 2 - 1
-    features = photograph_features(backbone, (2,))
+    features = PhotographFeatures(backbone, (2,), 32)
     enlarged = [torch.nn.functional.interpolate(x, [32, 32], mode="bilinear") for x in (y, *samples.unbind(1))]
     ours, *theirs = (features(x)[0] for x in enlarged)
     (found,) = residual_features(backbone, replace(VIEW, stages=(2,)))(y, samples)
@@ -194,4 +202,4 @@ def test_equal_images_have_no_statistics(make: Made, kind: str) -> None:
 
 def test_a_stage_that_was_not_loaded_is_named() -> None:
     with pytest.raises(UsageError, match=r"without its stages \[3\]"):
-        photograph_features(load_backbone("random_tiny", stages=(1, 2)), (2, 3))
+        PhotographFeatures(load_backbone("random_tiny", stages=(1, 2)), (2, 3), 32)

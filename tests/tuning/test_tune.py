@@ -68,7 +68,7 @@ def test_a_tuned_bundle_judges_with_what_was_chosen(whole: tuple[Path, Outcome],
     bundle, found = whole
     manifest = Manifest.read(bundle)
     assert manifest.tunings["default"].evidence["chosen"] == found.chosen.candidate.name
-    assert manifest.calibrations["default"].images == 4
+    assert manifest.calibrations["default"].images == 10
     with load(bundle, threads=1, force=True) as detector:
         assert detector(good / "00.png").judged_by == "tuned"
     assert not bundle.with_name("bundle.tune").exists()
@@ -126,21 +126,21 @@ def test_the_page_shows_every_defect_and_the_choice(whole: tuple[Path, Outcome])
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_calibration_leaves_out_what_the_tuning_was_fitted_to(
+def test_a_calibration_goes_by_scores_that_no_image_took_part_in(
     whole: tuple[Path, Outcome], good: Path, tmp_path: Path
 ) -> None:
     bundle = Path(shutil.copytree(whole[0], tmp_path / "bundle"))
-    with pytest.warns(UserWarning, match="6 of 10 images are those that `mdps tune` fitted the detector to"):
+    apart = whole[1].evidence["fitted"]
+    assert set(apart) == {fingerprint(path) for path in good.iterdir()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         found = calibrate_folder(bundle, good, 0.05, threads=1)
-    assert found.images == 4
-    assert found.threshold == pytest.approx(whole[1].calibration.threshold)
-    fitted = [path for path in good.iterdir() if fingerprint(path) in whole[1].evidence["fitted"]]
-    only = tmp_path / "only"
-    only.mkdir()
-    for path in fitted:
-        shutil.copy(path, only)
-    with pytest.raises(CalibrationError, match=r"6 of 6 images .* give others"):
-        calibrate_folder(bundle, only, 0.05, threads=1)
+        assert (found.threshold, found.fitness) == (max(apart.values()), whole[1].calibration.fitness)
+        others = photographs(tmp_path / "others", 12)
+        more = calibrate_folder(bundle, others, 0.5, threads=1)  # the first ten are the same
+    with load(bundle, threads=1, force=True, tuned=True) as detector:
+        new = [detector(others / f"{index}.png").score for index in (10, 11)]
+    assert more.threshold == pytest.approx(sorted([*apart.values(), *new])[6])
 
 
 def test_the_command_tells_what_it_chose(bundle: Path, good: Path, capsys: Any) -> None:
@@ -149,7 +149,7 @@ def test_the_command_tells_what_it_chose(bundle: Path, good: Path, capsys: Any) 
     assert run(cli, [*asked, "--json"]) == 0
     said = capsys.readouterr()
     told = json.loads(said.out)
-    assert (told["tried"], told["defects"], len(told["fitted"])) == (15, 14, 6)
+    assert (told["tried"], told["defects"], len(told["fitted"])) == (15, 14, 10)
     assert f"wrote {bundle.parent / 'page.html'}" in said.err
     assert run(cli, asked) == 0
     assert re.search(r"chosen: (shared|position|bank), 40 pixels.*\ntime: \d+ ms an image", capsys.readouterr().out)

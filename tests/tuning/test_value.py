@@ -10,6 +10,7 @@ from mdps.runtime.preprocessing import Preprocessing
 from mdps.tuning.candidates import Candidate, Raw, Tried
 from mdps.tuning.photographs import photograph, split
 from mdps.tuning.search import choose
+from mdps.tuning.statistics import Statistic, View
 from mdps.tuning.value import KindValue, Truth, reduced, worst_aware
 from mdps.tuning.work import Work
 
@@ -50,6 +51,18 @@ def test_of_equals_the_simpler_and_then_the_better_is_chosen() -> None:
     surely = _worth(both, 1.0, 1.0)
     assert choose([simple, surely], 100) is surely
     assert choose([simple, _worth(one, 0.6, 0.6)], 100) is simple
+
+
+def test_of_equals_one_without_a_reconstruction_and_of_both_sizes_goes_first() -> None:
+    small, large = (
+        replace(raw(str(size), 2, 10), statistic=Statistic("position", "photograph", View(size, (1,), 8), 0.0))
+        for size in (64, 128)
+    )
+    alone, both = tried(large), tried(small, large, weights=(1.0, 1.0))
+    assert choose([_worth(alone, 0.71, 0.71), _worth(both, 0.7, 0.7)], 100).candidate is alone.candidate
+    assert choose([_worth(alone, 0.75, 0.7), _worth(both, 0.7, 0.72)], 100).candidate is both.candidate
+    reconstructed = tried(replace(large, name="call", of="residual", sampler="one call"))
+    assert choose([_worth(alone, 0.7, 0.7), _worth(reconstructed, 0.7, 0.75)], 100).candidate is alone.candidate
 
 
 def _worth(one: Tried, spot: float, crack: float) -> Tried:
