@@ -17,8 +17,11 @@ from mdps.tuning.photographs import SEED, Seen
 from mdps.tuning.search import Search
 from mdps.tuning.statistics import Distance, Pixels
 
-FOLDS = 4
-"""Parts of the images, of which each in turn is left out of a fit."""
+FOLDS, FEW = 4, 500
+"""Parts of the images, of which each in turn is left out of a fit: at least 4, and FEW over the number of images.
+
+The fewer images a Gaussian is of, the farther from it others lie, so that of few images few are left out at once.
+"""
 
 Module = TypeVar("Module", bound=Distance | Pixels)
 
@@ -54,6 +57,7 @@ def out_of_fold(search: Search, raw: Raw, inputs: list[Tensor]) -> NDArray[np.fl
 def folds(count: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield the rows of each fold and all others, drawn by one seed."""
     order = np.random.default_rng(SEED).permutation(count)
-    for part in range(min(FOLDS, count // 2)):
-        inside = np.arange(count) % min(FOLDS, count // 2) == part
+    parts = min(max(FOLDS, FEW // count), count // 2)
+    for part in range(parts):
+        inside = np.arange(count) % parts == part
         yield order[inside], order[~inside]

@@ -9,7 +9,7 @@ from mdps.tuning.photographs import Seen
 from mdps.tuning.search import Search
 from mdps.tuning.statistics import Statistic, View
 
-COUNT, CHANNELS, GRID = 40, 24, 4
+COUNT, CHANNELS, GRID = 60, 24, 4
 STATISTIC = Statistic("position", "photograph", View(32, (1,), GRID), 0.0)
 
 
@@ -32,9 +32,9 @@ def given(count: int) -> tuple[Given, Candidate, Seen]:
 
 
 def test_every_image_is_left_out_once() -> None:
-    for count in (5, 40, 41):
+    for count, expected in ((5, 2), (40, 12), (41, 12), (200, FOLDS)):
         parts = list(folds(count))
-        assert len(parts) == min(FOLDS, count // 2)
+        assert len(parts) == expected
         assert sorted(row for rows, _ in parts for row in rows) == list(range(count))
         assert all(sorted((*rows, *others)) == list(range(count)) for rows, others in parts)
 
@@ -49,10 +49,7 @@ def test_maps_of_good_images_are_as_those_of_further_ones() -> None:
     apart = crossed.raws[0].good
     assert apart.shape == (COUNT, GRID, GRID)
     assert own.mean() < 0.8 * fresh.mean()
-    assert abs(apart.mean() / fresh.mean() - 1) < 0.25
-    assert (
-        fresh.mean() <= 1.02 * apart.mean()
-    )  # of fewer images fitted to, so that a threshold by them is on the safe side
+    assert 1 < apart.mean() / fresh.mean() < 1.15  # by terms of fewer images, on the safe side
 
 
 def test_what_is_fitted_to_others_does_not_see_the_image() -> None:
