@@ -291,7 +291,7 @@ def _fitted(
     judges: list[tuple[Judge, Path]] = []
     skipped: list[Row] = []
     for name in names:
-        say(f"{category.name}: fitting {PEERS[name].title}")
+        say(f"{category.name}: {PEERS[name].title}")
         try:
             peer = peer_predictor(name, category, work=out / FITTED, **options)
         except PeerSkippedError as error:
