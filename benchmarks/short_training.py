@@ -144,8 +144,8 @@ def _trained(paths: Sequence[Path], run: Path, config: TrainingConfig) -> tuple[
 def _pictures(category: Category, side: int, every: int) -> Pictures:
     framing = Preprocessing((side, side))
     test = load_test_set(category, framing, every, LARGEST)
-    trained, held = (see(paths, framing, ()).observations for paths in _apart(category))
-    bad = defects(_apart(category)[1], framing, ())
+    trained, held = (see(paths, framing, side).observations for paths in _apart(category))
+    bad = defects(_apart(category)[1], framing, side)
     return Pictures(trained, held, bad.seen.observations, Truth(bad.kinds, bad.masks), test)
 
 
