@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from mdps.runtime.errors import BackendError, ImageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
+from mdps.runtime.regions import Box, Region, find
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 from mdps.runtime.tuning import Tuning
@@ -31,6 +33,11 @@ class Result:
     first pass's map; `posterior_sample` (the first) and `observation` [3, H, W] float32 in [-1, 1]; `times` in ms:
     preprocess, first_pass, masked_pass, score, total (in a batch: the batch's time divided by its images).
     `early_exit`: the picture skipped the masked pass, so that score, map and sample are the first pass's.
+
+    `regions` are the connected parts of the map above `pixel_limit`, the highest peak first (`runtime.regions`): at
+    least one of every image that fails, unless scores are in another unit than the map. They are in pixels of the
+    upright picture, of which the map shows `box` (left, top, right, bottom), or of the map where there was no picture;
+    none without a calibration. `mm_per_pixel` is what the bundle says of the product's photographs.
 
     `judged_by`: of a tuned detector its own map, or where that left doubt the published method's on its scale, and the
     published method's of any other. A tuned one's `mask` is where the map exceeds 1, its `posterior_sample` None where
@@ -47,6 +54,16 @@ class Result:
     times: dict[str, float]
     early_exit: bool = False
     judged_by: Literal["tuned", "published"] = "published"
+    pixel_limit: float | None = None
+    box: Box | None = None
+    mm_per_pixel: float | None = None
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Found when they are first asked for."""
+        if self.pixel_limit is None:
+            return ()
+        return find(self.anomaly_map, self.pixel_limit, self.box, self.mm_per_pixel)
 
 
 class Detector:
@@ -136,7 +153,7 @@ class Detector:
         times = {"preprocess": preprocess, **found.times}
         times["total"] = (time.perf_counter() - start) * 1000
         each = {name: value / len(observations) for name, value in times.items()}
-        return [self._result(found, observations.images, index, each) for index in range(len(observations))]
+        return [self._result(found, observations, index, each) for index in range(len(observations))]
 
     def inspect(
         self,
@@ -212,6 +229,18 @@ class Detector:
         return self.manifest.schedule
 
     @property
+    def pixel_limit(self) -> float | None:
+        """The value of a map above which a pixel is in a region; None without a calibration.
+
+        It is the threshold where a score is the mean of the map's highest pixels, as every tuned detector's is, so that
+        each image that fails has a region. Elsewhere it is the hottest pixel of the good parts.
+        """
+        if self.calibration is None:
+            return None
+        in_unit_of_map = self.tuning is not None or self._settings.score.image_score == "top_mean"
+        return self.calibration.threshold if in_unit_of_map else self.calibration.map_high
+
+    @property
     def on_card(self) -> bool:
         """Whether the whole loop stays on a card, by whose events the times of passes and scoring are measured."""
         return self._open_pipeline().on_card
@@ -245,9 +274,7 @@ class Detector:
             if array is not None and view is not None:
                 _check_view(array, name, view)
 
-    def _result(
-        self, found: Inspection, observations: NDArray[np.float32], index: int, times: dict[str, float]
-    ) -> Result:
+    def _result(self, found: Inspection, observations: Observations, index: int, times: dict[str, float]) -> Result:
         score, samples = float(found.anomaly_score[index]), found.posterior_samples
         threshold = self.calibration.threshold if self.calibration else None
         verdict: Literal["pass", "fail"] | None = None
@@ -260,10 +287,13 @@ class Detector:
             anomaly_map=found.anomaly_map[index, 0],
             mask=found.mask[index, 0] > 0.5,
             posterior_sample=samples[index * (len(samples) // len(found.anomaly_map))] if len(samples) else None,
-            observation=observations[index],
+            observation=observations.images[index],
             times=dict(times),
             early_exit=bool(found.early_exit[index]),
             judged_by="tuned" if found.tuned is not None and found.tuned[index] else "published",
+            pixel_limit=self.pixel_limit,
+            box=observations.boxes[index] if observations.boxes else None,
+            mm_per_pixel=self.manifest.scope(self.product).mm_per_pixel,
         )
 
 

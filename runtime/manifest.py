@@ -15,6 +15,7 @@ from mdps.runtime.graphs import GraphEntry
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.scope import Scope
 from mdps.runtime.settings import Settings
 from mdps.runtime.tiles import Tiling
 from mdps.runtime.tuning import Tuning
@@ -70,12 +71,12 @@ def _filled(obj: Any, path: tuple[str, ...], defaults: dict[str, Any]) -> Any:
     return obj | {key: _filled(obj[key], path[1:], defaults) for key in keys}
 
 
-def _add_tiles(obj: dict[str, Any]) -> dict[str, Any]:
-    """Schema 6 knew photographs that are shrunk to the network's size, and no tiles."""
-    return {"tiles": None} | obj
+def _add_photographs(obj: dict[str, Any]) -> dict[str, Any]:
+    """Schema 6 knew photographs that are shrunk to the network's size, no tiles, and no scale in mm."""
+    return {"tiles": None, "scopes": {}} | obj
 
 
-MIGRATIONS: dict[int, Migration] = {4: _add_fields, 5: _add_tuning, 6: _add_tiles}
+MIGRATIONS: dict[int, Migration] = {4: _add_fields, 5: _add_tuning, 6: _add_photographs}
 """From each older schema version to the next one; those before 4 were never released."""
 
 
@@ -136,10 +137,10 @@ class Manifest(Record):
     """All a runtime must know of a bundle.
 
     `graphs` maps a role (guided_step, plain_step, ddad_step, features, score) to its file; `calibrations` a product's
-    name to its calibration, `tunings` to its tuning; `files` each plain file name to its hash. `precision` is that of
-    the step graphs, `plans` are built from the graphs for engines of plans. `network`, `versions` and `parity` are
-    records for people and for the exporter, free of form. With `tiles` photographs are judged in tiles of the network's
-    size, without them they are resized to it.
+    name to its calibration, `tunings` to its tuning, `scopes` to what is known of its photographs; `files` each plain
+    file name to its hash. `precision` is that of the step graphs, `plans` are built from the graphs for engines of
+    plans. `network`, `versions` and `parity` are records for people and for the exporter, free of form. With `tiles`
+    photographs are judged in tiles of the network's size, without them they are resized to it.
     """
 
     schema_version: int
@@ -160,6 +161,7 @@ class Manifest(Record):
     guidance_backend: Literal["onnx", "traced"]
     tunings: dict[str, Tuning] = field(default_factory=dict)
     tiles: Tiling | None = None
+    scopes: dict[str, Scope] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.schema_version == SCHEMA_VERSION, f"schema_version should be {SCHEMA_VERSION}")
@@ -231,6 +233,10 @@ class Manifest(Record):
         files = [self.files[graph.file].sha256 for graph in tuning.graphs.values()]
         told = replace(tuning, evidence={}).to_json()
         return hashlib.sha256(json.dumps([told, files], sort_keys=True).encode()).hexdigest()[:16]
+
+    def scope(self, product: str) -> Scope:
+        """Return what is known of a product's photographs, which may be nothing."""
+        return self.scopes.get(product, Scope())
 
     def with_calibration(self, product: str, calibration: Calibration) -> "Manifest":
         """A copy that also holds this product's calibration."""

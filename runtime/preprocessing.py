@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import ImageError, require
 from mdps.runtime.pictures import MAX_PIXELS, describe, read_image
 from mdps.runtime.records import Record
+from mdps.runtime.regions import Box
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -98,7 +99,7 @@ class Preprocessing(Record):
             picture = picture.resize(size, Image.Resampling.BILINEAR)
         return to_unit(np.asarray(picture.crop(self._crop_box())))
 
-    def covered_box(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    def covered_box(self, size: tuple[int, int]) -> Box:
         """(left, top, right, bottom) in pixels of an upright original of `size` (W, H) that the observation shows.
 
         ImageError where the region of interest lies outside the picture.
@@ -130,17 +131,20 @@ class Preprocessing(Record):
 class Observations:
     """B pictures: `images` [B, 3, H, W] are the network's view, `photographs` [B, 3, h, w] that of a tuning's features.
 
-    Both are float32 in [-1, 1]. `photographs` is None for a detector that reads none.
+    Both are float32 in [-1, 1]. `photographs` is None for a detector that reads none. `boxes` are what of each upright
+    original the images show, in its pixels; None for arrays that were never pictures.
     """
 
     images: Array
     photographs: Array | None = None
+    boxes: tuple[Box, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, rows: slice) -> Self:
-        return type(self)(self.images[rows], None if self.photographs is None else self.photographs[rows])
+        photographs = None if self.photographs is None else self.photographs[rows]
+        return type(self)(self.images[rows], photographs, None if self.boxes is None else self.boxes[rows])
 
     @classmethod
     def of(cls, given: "Self | Array") -> "Self":
@@ -151,8 +155,11 @@ class Observations:
     def joined(cls, parts: Sequence[Self]) -> Self:
         """All pictures of the parts, in order; of one detector, so that either all have photographs or none."""
         photographs = [part.photographs for part in parts if part.photographs is not None]
+        boxes = [part.boxes for part in parts]
         return cls(
-            np.concatenate([part.images for part in parts]), np.concatenate(photographs) if photographs else None
+            np.concatenate([part.images for part in parts]),
+            np.concatenate(photographs) if photographs else None,
+            None if None in boxes else tuple(box for own in boxes for box in own or ()),
         )
 
 
@@ -172,15 +179,16 @@ def observe(
 
     Raises ImageError naming the first picture that cannot be read.
     """
-    views = [_views(picture, preprocessing, photograph) for picture in pictures]
+    views, boxes = zip(*(_views(picture, preprocessing, photograph) for picture in pictures), strict=True)
     photographs = None if photograph is None else np.stack([view[-1] for view in views])
-    return Observations(np.stack([view[0] for view in views]), photographs)
+    return Observations(np.stack([view[0] for view in views]), photographs, boxes)
 
 
-def _views(picture: Picture, *wanted: Preprocessing | None) -> list[Array]:
+def _views(picture: Picture, first: Preprocessing, second: Preprocessing | None) -> tuple[list[Array], Box]:
+    """Return what each makes of the picture, and what of it the first shows."""
     name = describe(picture)
     try:
         rgb = read_image(picture)
-        return [one.view(rgb, name) for one in wanted if one is not None]
+        return [one.view(rgb, name) for one in (first, second) if one is not None], first.covered_box(rgb.size)
     except MemoryError as error:
         raise ImageError(f"{name} does not fit into memory") from error

@@ -19,6 +19,7 @@ from mdps.runtime.errors import ImageError, refuse_unreadable
 from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.scope import Scope
 from mdps.serving.defects import KINDS
 from mdps.serving.fitness import measure, told
 
@@ -40,9 +41,12 @@ def calibrate_folder(
     good: Path,
     false_alarm_rate: float,
     options: LoadOptions | None = None,
+    scope: Mapping[str, Any] | None = None,
     **fields: Unpack[LoadFields],
 ) -> Calibration:
     """Calibrate the product that is asked for on all images of a folder, and store the result in the manifest.
+
+    `scope` has the fields of the product's `Scope` that are stored anew with it.
 
     Its fitness too: defects are put into the same images. Warns where the detector does not see them.
 
@@ -58,7 +62,8 @@ def calibrate_folder(
     asked = replace(options or LoadOptions(), **fields)
     asked = replace(asked, early_exit=0.0, calibrated=False, warm_up=False)
     images = find_images([good])
-    preprocessing = Manifest.read(bundle, verify=False).preprocessing
+    before = Manifest.read(bundle, verify=False)
+    preprocessing, shown = before.preprocessing, replace(before.scope(asked.product), **(scope or {}))
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no other file can be made beside it, it cannot be replaced
     _read_all(images, preprocessing)
@@ -69,6 +74,8 @@ def calibrate_folder(
     if calibration.doubt:
         warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
     manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
+    if shown != Scope():
+        manifest = replace(manifest, scopes={**manifest.scopes, detector.product: shown})
     with writing(bundle / FILE_NAME):
         manifest.write(bundle)
     return calibration

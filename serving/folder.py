@@ -6,11 +6,11 @@ import re
 import time
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
@@ -20,9 +20,10 @@ from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, find_images, odd_pictures, open_file
 from mdps.runtime.preprocessing import Preprocessing, read_image
+from mdps.runtime.regions import Region
 from mdps.serving.overlay import HeatRange, heat_range, npy, own_range, png, strip
 
-TABLE, REPORT = "results.csv", "report.html"
+TABLE, REGIONS, REPORT = "results.csv", "regions.csv", "report.html"
 _FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
 _LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
 S = TypeVar("S")
@@ -60,6 +61,7 @@ class Row:
     without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
     and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
     `judged_by`: "tuned" or "published", as in `Result`.
+    `regions` are those of `Result`, None without a calibration.
     `doubt` is the sentence of a detector that does not see defects on these parts.
     """
 
@@ -71,6 +73,7 @@ class Row:
     ms: float | None = None
     early_exit: bool | None = None
     judged_by: str | None = None
+    regions: tuple[Region, ...] | None = None
     doubt: str | None = None
     error: str | None = None
 
@@ -81,14 +84,27 @@ class Row:
 
     def to_json(self) -> str:
         """The row as one line of JSON, all ASCII, so that a name of any bytes passes through any pipe."""
-        return json.dumps(asdict(self))
+        regions = None if self.regions is None else [region.to_json() for region in self.regions]
+        return json.dumps(asdict(self) | {"regions": regions})
 
     def to_csv(self) -> str:
-        """The row as one line of CSV; what is not known stays empty."""
-        return _csv_line(asdict(self).values())
+        """The row as one line of CSV; what is not known stays empty, and of the regions there is their number."""
+        regions = None if self.regions is None else len(self.regions)
+        return _csv_line((asdict(self) | {"regions": regions}).values())
+
+    def regions_csv(self) -> str:
+        """Its regions as lines of CSV under REGIONS_HEADER; empty without any."""
+        return "".join(_csv_line((self.path, *_numbers(region.to_json()))) for region in self.regions or ())
+
+
+def _numbers(region: Mapping[str, Any]) -> tuple[object, ...]:
+    nothing = [None] * 4
+    numbers = (*region["box"], region["area"], region["peak"], *region["at"])
+    return (*numbers, *region.get("box_mm", nothing), region.get("area_mm2"))
 
 
 TABLE_HEADER = ",".join(field.name for field in fields(Row)) + "\n"
+REGIONS_HEADER = "path,left,top,width,height,area,peak,x,y,left_mm,top_mm,width_mm,height_mm,area_mm2\n"
 # What makes a formula of a cell, behind what spreadsheets pass over or, in some countries, part cells at.
 _FORMULA = r"(?:\A|;)[\s\ufeff]*[-=+@\uff0d\uff1d\uff0b\uff20]"
 _HOSTILE = re.compile(rf"{_FORMULA}|\A\"|[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -118,7 +134,7 @@ def predict(
     force: bool = False,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judge all images of `inputs` and write `results.jsonl`, `results.csv`, `maps/` and `overlays/` into `out`.
+    """Judge all images of `inputs`; write `results.jsonl`, two tables, `maps/` and `overlays/` into `out`.
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
@@ -149,11 +165,13 @@ def predict(
     with (
         LineFile(out / LINES, once_owned=lambda: _remove_previous_run(out)) as lines,
         LineFile(out / TABLE, TABLE_HEADER) as table,
+        LineFile(out / REGIONS, REGIONS_HEADER) as regions,
     ):
         for found, name in zip(predictions(detector, images, batch), output_names(images), strict=True):
             row = _write_outputs(found, name, out, heat, detector.doubt)
             lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
+            regions.append(row.regions_csv())
             on_row(row)
             rows.append(row)
     return rows
@@ -233,6 +251,7 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         early_exit=result.early_exit,
         judged_by=result.judged_by,
         doubt=doubt or None,
+        regions=None if result.pixel_limit is None else result.regions,
     )
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))
@@ -287,7 +306,7 @@ def _key(name: str) -> str:
 
 def refuse_previous_run(out: Path) -> None:
     """UsageError where `out` holds results of an earlier run, be it complete or not."""
-    for name, nothing in ((LINES, 0), (TABLE, len(TABLE_HEADER)), (REPORT, 0)):
+    for name, nothing in ((LINES, 0), (TABLE, len(TABLE_HEADER)), (REGIONS, len(REGIONS_HEADER)), (REPORT, 0)):
         with suppress(OSError):  # that there is none
             if (out / name).stat().st_size > nothing:
                 raise UsageError(

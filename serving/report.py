@@ -15,11 +15,13 @@ from mdps import __version__
 from mdps.runtime.atomic import write_bytes, writing
 from mdps.runtime.detector import Detector
 from mdps.runtime.manifest import FILE_NAME
+from mdps.runtime.regions import Region
 from mdps.serving.folder import REPORT, Row
 from mdps.serving.overlay import thumbnail
 
 MOST_PICTURES = 500
 MOST_ROWS = 10_000
+MOST_REGIONS = 8
 _VERDICTS = ("fail", "pass", "error")
 _WIDTH, _HEIGHT, _FOOT, _BINS = 720, 160, 22, 48  # of the histogram
 
@@ -186,11 +188,28 @@ def image_table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
 
 
 def _row(row: Row, picture: str) -> str:
-    verdict = row.verdict or ""
+    verdict, found = row.verdict or "", _listed(row.regions or ()) + plain_text(row.error or "")
     return (
         f"<tr><td>{plain_text(row.path)}</td><td class='{verdict}'>{verdict}</td>"
-        f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{plain_text(row.error or '')}</td></tr>\n"
+        f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{found}</td></tr>\n"
     )
+
+
+def _listed(regions: Sequence[Region]) -> str:
+    """Return where the highest regions are and how large, and how many more there are."""
+    told = [f"<li>{_told(region)}</li>" for region in regions[:MOST_REGIONS]]
+    if len(regions) > MOST_REGIONS:
+        told.append(f"<li>and {len(regions) - MOST_REGIONS} more</li>")
+    return f"<ol>{''.join(told)}</ol>" if told else ""
+
+
+def _told(region: Region) -> str:
+    left, top, width, height = region.box
+    told = f"{width} x {height} pixels at ({left}, {top}), {region.area} pixels², peak {region.peak:.4g}"
+    if region.mm_per_pixel is None:
+        return told
+    across, down = width * region.mm_per_pixel, height * region.mm_per_pixel
+    return f"{told}; {across:.3g} x {down:.3g} mm, {region.area * region.mm_per_pixel**2:.3g} mm²"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -181,6 +181,8 @@ class Inspecting:
         result, begun, encoding = predicted.result, time.perf_counter(), _choice(request, "map", _MAPS)
         answer: dict[str, Any] = {"model": model.name, "score": result.score, "threshold": result.threshold}
         answer |= {"verdict": result.verdict, **_how(result), **model.doubt}
+        if result.pixel_limit is not None:
+            answer["regions"] = [region.to_json() for region in result.regions]
         shown = None if encoding == "none" else await service.on_thread(lambda: _encoded(model, result, encoding))
         answer["times_ms"] = times = here.finish(service, predicted, time.perf_counter() - begun)
         if _choice(request, "record", _RECORD) == "yes":

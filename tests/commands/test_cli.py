@@ -278,7 +278,9 @@ def test_calibrating_on_images_of_more_than_8_bits_warns(
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_bundle, bundle)
     save_12_bits(good / "deep.png")
-    assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1"]) == 0
+    scaled = ["--set", "mm-per-pixel=0.05"]
+    assert run(cli, ["calibrate", str(bundle), str(good), "--false-alarm-rate", "0.1", *scaled]) == 0
+    assert Manifest.read(bundle).scope("default").mm_per_pixel == 0.05
     assert "1 of 21 images has more than 8 bits (such as deep.png)" in capsys.readouterr().err
 
 

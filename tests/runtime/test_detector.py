@@ -1,6 +1,7 @@
 """The detector on a real bundle of tiny graphs: a step that moves half-way to a constant picture, an L1 score."""
 
 import json
+import shutil
 import threading
 from dataclasses import replace
 
@@ -196,6 +197,29 @@ def test_a_result_is_what_it_says(detector):
     assert list(result.times) == ["preprocess", "first_pass", "masked_pass", "score", "total"]
     assert all(value > 0 for value in result.times.values())
     assert sum(list(result.times.values())[:-1]) <= result.times["total"] * 1.001
+
+
+def test_who_fails_has_a_region_where_its_defect_is_on_the_photograph(detector):
+    large = np.kron(bad(), np.ones((10, 20, 1), np.uint8))
+    result = detector(large)
+    assert result.box == (0, 0, 20 * SIZE, 10 * SIZE)
+    assert [region.box for region in result.regions] == [(100, 20, 40, 20)]
+    assert result.regions[0].peak == pytest.approx(result.score)
+    for one in detector.batch(good(60, seed=5)):
+        assert bool(one.regions) == (one.verdict == "fail")
+    assert detector.judge(detector.preprocessing(large)[None])[0].regions[0].box == (5, 2, 2, 2)  # of the map
+
+
+def test_a_score_that_is_no_value_of_the_map_leaves_the_hottest_good_pixel_as_the_limit(bundle, tmp_path):
+    shutil.copytree(bundle, tmp_path / "b")
+    manifest = Manifest.read(bundle)
+    score = replace(manifest.settings.score, image_score="softmax_top_sum")
+    replace(manifest, settings=replace(manifest.settings, score=score)).write(tmp_path / "b")
+    with load(tmp_path / "b", threads=1) as detector:
+        calibration = detector.calibration
+        assert detector(bad()).pixel_limit == calibration.map_high != calibration.threshold
+    with load(bundle, threads=1) as detector:
+        assert detector(bad()).pixel_limit == calibration.threshold
 
 
 def test_the_passes_are_those_of_the_step_graph(detector):
@@ -445,7 +469,7 @@ def test_without_a_calibration_there_is_no_verdict(tmp_path):
         load(folder)
     with load(folder, calibrated=False) as detector:
         result = detector(bad())
-    assert (result.verdict, result.threshold) == (None, None)
+    assert (result.verdict, result.threshold, result.regions) == (None, None, ())
     assert result.score > 0
 
 

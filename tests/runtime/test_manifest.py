@@ -25,6 +25,7 @@ from mdps.runtime.manifest import (
 )
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.scope import Scope
 from mdps.runtime.settings import paper_settings
 from mdps.runtime.tiles import Tiling
 
@@ -142,7 +143,7 @@ def test_file_names_that_leave_the_folder_are_refused(bundle, name):
         (lambda o: o["files"]["score.onnx"].update(bytes=-1), "not be negative"),
         (lambda o: o["calibrations"]["default"].update(threshold=None), r"default\.threshold should be a number"),
         (lambda o: o["calibrations"]["default"].update(mask_low=9.0), "mask_low"),
-        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), "schema version 8.*upgrade mdps"),
+        (lambda o: o.update(schema_version=SCHEMA_VERSION + 1), f"schema version {SCHEMA_VERSION + 1}.*upgrade mdps"),
         (lambda o: o.update(schema_version=0), "too old to migrate"),
         (lambda o: o.update(schema_version=True), "no schema_version"),
         (lambda o: o.pop("schema_version"), "no schema_version"),
@@ -221,7 +222,7 @@ def test_schema_5_gets_the_defaults_of_what_it_did_not_know(bundle):
 
     def older(obj):
         obj["schema_version"] = 5
-        del obj["tiles"], obj["tunings"], obj["settings"]["sampler"]["antithetic"]
+        del obj["tiles"], obj["scopes"], obj["tunings"], obj["settings"]["sampler"]["antithetic"]
         for key in ("first_pass", "masked_pass"):
             del obj["settings"]["sampler"][key]["target"]
         for calibration in obj["calibrations"].values():
@@ -231,16 +232,24 @@ def test_schema_5_gets_the_defaults_of_what_it_did_not_know(bundle):
     assert Manifest.read(bundle) == now
 
 
-def test_schema_6_has_no_tiles(bundle):
+def test_schema_6_has_no_tiles_and_no_scopes(bundle):
     now = Manifest.read(bundle)
 
     def older(obj):
         obj["schema_version"] = 6
-        del obj["tiles"]
+        del obj["tiles"], obj["scopes"]
 
     spoil(bundle, older)
     assert Manifest.read(bundle) == now
-    assert now.tiles is None
+    assert (now.tiles, now.scope("default")) == (None, Scope())
+
+
+def test_a_scope_comes_back_and_a_wrong_one_is_a_sentence(bundle):
+    replace(Manifest.read(bundle), scopes={"blue": Scope(mm_per_pixel=0.05)}).write(bundle)
+    assert Manifest.read(bundle).scope("blue").mm_per_pixel == 0.05
+    spoil(bundle, lambda obj: obj["scopes"]["blue"].update(mm_per_pixel=0.0))
+    with pytest.raises(BundleError, match=r"scopes\.blue: mm_per_pixel is 0.0; it must be positive"):
+        Manifest.read(bundle)
 
 
 def test_tiles_are_kept(bundle):

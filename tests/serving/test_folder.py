@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mdps.runtime.detector import Result
 from mdps.runtime.errors import BackendError, MdpsError, UsageError
 from mdps.runtime.image_files import find_images
 from mdps.runtime.preprocessing import Preprocessing
-from mdps.serving.folder import Row, output_names, predict, predictions
+from mdps.serving.folder import REGIONS_HEADER, TABLE_HEADER, Row, output_names, predict, predictions
 
 
 class BrightnessDetector:
@@ -130,8 +131,7 @@ def test_a_run_leaves_rows_maps_and_pictures(tmp_path: Path) -> None:
     rows = predict(BrightnessDetector(), [tmp_path / "in"], out)
     assert [(row.path, row.verdict) for row in rows] == [(str(bright), "fail"), (str(dark), "pass")]
     assert read_rows(out) == [json.loads(row.to_json()) for row in rows]
-    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "judged_by", "doubt", "error"]
-    assert list(read_rows(out)[0]) == keys
+    assert list(read_rows(out)[0]) == TABLE_HEADER.rstrip().split(",")
     for row in rows:
         anomaly_map = np.load(out / str(row.map), allow_pickle=False)
         assert (anomaly_map.dtype, anomaly_map.shape) == (np.float32, (16, 16))
@@ -150,6 +150,33 @@ def test_the_table_says_what_the_lines_say(tmp_path: Path) -> None:
         {key: "" if value is None else str(value) for key, value in row.items()} for row in read_rows(tmp_path / "out")
     ]
     assert table == expected
+
+
+def test_regions_are_in_the_lines_and_in_a_table_of_their_own(tmp_path: Path) -> None:
+    class Finding(BrightnessDetector):
+        def batch(self, images: Sequence[Image.Image]) -> list[Result]:
+            on_photograph: dict[str, Any] = {"pixel_limit": 0.5, "box": (0.0, 0.0, 64.0, 32.0), "mm_per_pixel": 0.5}
+            return [replace(result, **on_photograph) for result in super().batch(images)]
+
+    spots = np.zeros((16, 16), np.uint8)
+    spots[2:4, 5], spots[10, 10] = 200, 250
+    (tmp_path / "in").mkdir()
+    Image.fromarray(spots).convert("RGB").save(tmp_path / "in" / "a,b.png")
+    save(tmp_path / "in" / "dark.png", 20)
+    predict(Finding(), [tmp_path / "in"], tmp_path / "out")
+    one, other = (row["regions"] for row in read_rows(tmp_path / "out"))
+    assert [region["box"] for region in one] == [[40, 20, 4, 2], [20, 4, 4, 4]]
+    assert other == []
+    with (tmp_path / "out" / "results.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["regions"] for row in csv.DictReader(file)] == ["2", "0"]
+    with (tmp_path / "out" / "regions.csv").open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["path"] for row in table] == [str(tmp_path / "in" / "a,b.png")] * 2
+    numbers = [{key: float(value) for key, value in row.items() if key != "path"} for row in table]
+    assert numbers[0] == {
+        "left": 40, "top": 20, "width": 4, "height": 2, "area": 8, "peak": pytest.approx(250 / 255), "x": 42, "y": 21,
+        "left_mm": 20, "top_mm": 10, "width_mm": 2, "height_mm": 1, "area_mm2": 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -278,11 +305,12 @@ def files_below(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kept", ["results.jsonl", "results.csv", "report.html"])
+@pytest.mark.parametrize("kept", ["results.jsonl", "results.csv", "regions.csv", "report.html"])
 def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path, kept: str) -> None:
     image, out = save(tmp_path / "a.png", 51), tmp_path / "out"
     predict(BrightnessDetector(), [image], out)
     (out / "report.html").write_text("report")
+    (out / "regions.csv").write_text(REGIONS_HEADER + "a.png,1,2,3,4,5,6,7,8,,,,,\n")
     for path in out.iterdir():
         if path.is_file() and path.name != kept:
             path.unlink()
@@ -304,7 +332,7 @@ def test_with_force_the_files_of_an_earlier_run_go_and_nothing_else(tmp_path: Pa
     with (out / "results.jsonl").open("a") as lines:
         lines.write('{"map": "maps/../../photo.npy"}\n{"map": "../photo.npy"}\n{"map": 3}\n[]\nnonsense\n')
     predict(BrightnessDetector(), [tmp_path / "in" / "1.png"], out, force=True)
-    new = {"results.jsonl", "results.csv", "maps/1.npy", "overlays/1.png"}
+    new = {"results.jsonl", "results.csv", "regions.csv", "maps/1.npy", "overlays/1.png"}
     assert files_below(out) == new | {"notes.txt", "maps/of_mine.npy", "overlays/of_mine.png"}
     assert (tmp_path / "photo.npy").exists()
     assert len(read_rows(out)) == 1

@@ -1,6 +1,7 @@
 """The HTML report: complete, bounded, safe, and alone."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mdps.runtime.regions import Region
 from mdps.serving.folder import Row
-from mdps.serving.report import MOST_PICTURES, MOST_ROWS, histogram, render, write_report
+from mdps.serving.report import MOST_PICTURES, MOST_REGIONS, MOST_ROWS, histogram, render, write_report
 
 VOID = {"meta", "img", "rect", "line", "link", "br", "input"}
 
@@ -75,6 +77,18 @@ def test_the_page_is_well_formed_and_lists_highest_scores_first() -> None:
     page = page_of([row("low", 0.1), row("high", 0.9, "fail"), row("middle", 0.4)])
     assert page.open == []
     assert [text for text in page.text if text in ("low", "middle", "high")] == ["high", "middle", "low"]
+
+
+def test_regions_are_told_in_pixels_and_with_a_scale_in_mm() -> None:
+    found = tuple(Region((10 * n, 5, 20, 30), 400, 2.0 - n / 100, (0, 0)) for n in range(MOST_REGIONS + 2))
+    page = page_of([replace(row("a", 0.9, "fail"), regions=found)])
+    assert page.open == []
+    text = " ".join(page.text)
+    assert "20 x 30 pixels at (70, 5), 400 pixels², peak 1.93" in text
+    assert "(80, 5)" not in text
+    assert "and 2 more" in text
+    scaled = replace(row("a", 0.9, "fail"), regions=(replace(found[0], mm_per_pixel=0.05),))
+    assert "; 1 x 1.5 mm, 1 mm²" in " ".join(page_of([scaled]).text)
 
 
 def test_counts_name_every_verdict() -> None:

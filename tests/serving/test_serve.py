@@ -142,6 +142,7 @@ def test_inspect_takes_a_file_raw_or_in_a_form(server, line_images, expected):
         assert reply["threshold"] == pytest.approx(expected[2].threshold)
         assert reply["verdict"] == expected[2].verdict
         assert reply["early_exit"] is False
+        assert [one["box"] for one in reply["regions"]] == [list(one.box) for one in expected[2].regions]
         assert reply["times_ms"]["total"] >= reply["times_ms"]["first_pass"] > 0
         assert "map" not in reply
 
