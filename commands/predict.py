@@ -51,8 +51,8 @@ def predict(
 ) -> int:
     """Judge images: verdicts, anomaly maps, pictures and a report.
 
-    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, judged_by, doubt, error),
-    maps/*.npy (float32, in the unit of the score), overlays/*.png and report.html into --out.
+    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, judged_by, regions, doubt,
+    error), regions.csv, maps/*.npy (float32, in the unit of the score), overlays/*.png and report.html into --out.
     """
     from mdps.commands.messages import mention_plans
     from mdps.runtime import load

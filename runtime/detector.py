@@ -70,8 +70,8 @@ class Detector:
     """A loaded bundle. Calls are safe from several threads (they run one after another); close it, or use `with`.
 
     `manifest`, `calibration` (None without one), `product`, `engine` and `tuning` (None for the published method) are
-    what it was loaded with; `preprocessing` makes an observation [3, H, W] of a picture. `doubt` is a sentence where
-    the calibration found that it does not see defects on these parts, else empty. `warm_up_seconds` is how long the
+    what it was loaded with, `scope` is the product's; `preprocessing` makes an observation [3, H, W] of a picture.
+    `doubt` is a sentence where the calibration found that it does not see defects on these parts, else empty. `warm_up_seconds` is how long the
     last image took that `warm_up` ran; 0 before.
 
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
@@ -88,7 +88,7 @@ class Detector:
         tuning: Tuning | None = None,
     ) -> None:
         self.manifest, self.calibration, self.product, self.tuning = manifest, calibration, product, tuning
-        self.preprocessing, self.engine = manifest.preprocessing, engine
+        self.preprocessing, self.engine, self.scope = manifest.preprocessing, engine, manifest.scope(product)
         self.doubt = calibration.doubt if calibration else ""
         self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
@@ -293,7 +293,7 @@ class Detector:
             judged_by="tuned" if found.tuned is not None and found.tuned[index] else "published",
             pixel_limit=self.pixel_limit,
             box=observations.boxes[index] if observations.boxes else None,
-            mm_per_pixel=self.manifest.scope(self.product).mm_per_pixel,
+            mm_per_pixel=self.scope.mm_per_pixel,
         )
 
 

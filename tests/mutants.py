@@ -587,6 +587,28 @@ MUTANTS = (
         "of equals one that sees a single size goes first",
         ("test_of_equals_one_without_a_reconstruction_and_of_both_sizes_goes_first",),
     ),
+    # regions
+    Mutant(
+        "region-corners", "_Runs.owners",
+        'np.searchsorted(self.rows * stride + self.starts, below + self.ends, side="right")',
+        'np.searchsorted(self.rows * stride + self.starts, below + self.ends, side="left")',
+        "a region ends at a corner",
+        ("test_corners_connect_and_a_gap_of_a_pixel_does_not",),
+    ),
+    Mutant(
+        "region-limit", "Detector.pixel_limit",
+        "return self.calibration.threshold if in_unit_of_map else self.calibration.map_high",
+        "return self.calibration.map_high",
+        "an image fails and lists no region",
+        ("test_a_score_that_is_no_value_of_the_map_leaves_the_hottest_good_pixel_as_the_limit",),
+    ),
+    Mutant(
+        "region-place", "find",
+        "other[0] - corner[0]",
+        "other[0]",
+        "a box ends somewhere else on the photograph",
+        ("test_a_region_lies_on_the_photograph_where_the_map_shows_it",),
+    ),
 )  # fmt: skip
 
 

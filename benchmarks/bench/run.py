@@ -70,7 +70,7 @@ class BenchOptions:
     device: Annotated[
         str, Option("Where all run: cpu, cuda, or a card's index as nvidia-smi shows it, or its UUID.")
     ] = "cpu"
-    warm_up: Annotated[int, Option("Runs before those that count, after the first.", low=0)] = 1
+    warm_up: Annotated[int, Option("Runs before those that count, after the first.", low=0, seldom=True)] = 1
     bank_images: Annotated[int, Option("Made-up images that make the peers' memory.", low=1, seldom=True)] = 200
     backbone_weights: Annotated[
         Path | None, Option("Of the feature network, for torch, as at the export.", seldom=True)

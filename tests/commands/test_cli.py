@@ -26,6 +26,7 @@ from mdps.commands.terminal import needs, run
 from mdps.runtime import BundleError, ImageError, LoadOptions, MdpsError, Result
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.folder import TABLE_HEADER
 
 COMMANDS = ("export", "predict", "calibrate", "inspect", "train", "doctor", "demo", "bench")
 
@@ -128,8 +129,7 @@ def test_predict_as_json_is_lines_on_stdout_and_messages_on_stderr(
     streams = capsys.readouterr()
     rows = [json.loads(text) for text in streams.out.splitlines()]
     assert [row["verdict"] for row in rows] == ["pass", "fail", "error"]
-    keys = ["path", "score", "threshold", "verdict", "map", "ms", "early_exit", "judged_by", "doubt", "error"]
-    assert all(list(row) == keys for row in rows)
+    assert all(list(row) == TABLE_HEADER.strip().split(",") for row in rows)
     assert "torn.png" in streams.err
     assert "2 of 3 images judged" in streams.err
     assert streams.out == (line.out / "results.jsonl").read_text()

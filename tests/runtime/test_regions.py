@@ -33,6 +33,13 @@ def test_small_maps_have_the_components_that_scipy_finds(values):
     assert [one.peak for one in found] == sorted((one.peak for one in found), reverse=True)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_corners_connect_and_a_gap_of_a_pixel_does_not(turned):
+    values = np.float32([[2, 0, 0, 2], [0, 2, 0, 0], [0, 0, 0, 2]])
+    found = find(values[:, ::-1] if turned else values, 1.0)
+    assert sorted(one.area for one in found) == [1, 1, 2]
+
+
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.45, 0.6])
 def test_large_maps_with_long_winding_components_too(share):
     values = np.random.default_rng(3).random((150, 211), dtype=np.float32)

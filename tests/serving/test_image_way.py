@@ -13,7 +13,7 @@ from mdps.cli import cli
 from mdps.commands.terminal import run
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 14
+MOST = 15
 
 
 @pytest.fixture
