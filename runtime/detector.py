@@ -71,8 +71,8 @@ class Detector:
 
     `manifest`, `calibration` (None without one), `product`, `engine` and `tuning` (None for the published method) are
     what it was loaded with, `scope` is the product's; `preprocessing` makes an observation [3, H, W] of a picture.
-    `doubt` is a sentence where the calibration found that it does not see defects on these parts, else empty. `warm_up_seconds` is how long the
-    last image took that `warm_up` ran; 0 before.
+    `doubt` is a sentence where the calibration found that it does not see defects on these parts, else empty.
+    `warm_up_seconds` is how long the last image took that `warm_up` ran; 0 before.
 
     Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
     """

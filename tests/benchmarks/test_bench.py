@@ -59,8 +59,8 @@ def run(bundle: Path) -> tuple[list[dict[str, Any]], Path]:
     out = bundle.parent / "out"
     command = [
         sys.executable, "-m", "mdps.cli", "bench", str(bundle), "--json", "--out", str(out), "--threads", "1",
-        "--engines", "onnxruntime", "--torch", "authors,eager", "--peers", "draem", "--rounds", "3", "--set", "warm-up=0",
-        "--batches", "2", "--samples", "none", "--sizes", "16", "--methods", "none",
+        "--engines", "onnxruntime", "--torch", "authors,eager", "--peers", "draem", "--rounds", "3",
+        "--set", "warm-up=0", "--batches", "2", "--samples", "none", "--sizes", "16", "--methods", "none",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
