@@ -148,6 +148,11 @@ def share_in_box(truth: NDArray[np.bool_], box: Box, size: tuple[int, int]) -> N
     return np.asarray(picture.resize(size, Image.Resampling.BOX, box=box))
 
 
+def scaled_to(hot: NDArray[np.bool_], shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return `hot` [h, w] on a grid of `shape` (H, W), each pixel that of the nearest."""
+    return np.asarray(Image.fromarray(hot).resize((shape[1], shape[0]), Image.Resampling.NEAREST), dtype=bool)
+
+
 def enlarged(anomaly_map: NDArray[np.float32], shape: tuple[int, int]) -> NDArray[np.float32]:
     """`anomaly_map` [h, w] resized to `shape` (H, W), bilinear with half-pixel centres."""
     if anomaly_map.shape == shape:

@@ -16,6 +16,7 @@ from mdps.benchmarks.evaluate.predictions import DetailedPredictor, Judge, Predi
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation, ScoredImage, by_defect_type
 from mdps.benchmarks.kit import orders
 from mdps.benchmarks.metrics import auroc, average_precision, f1_max
+from mdps.benchmarks.metrics.found import RegionCounts
 from mdps.benchmarks.metrics.pixels import PixelCounts, PixelMetrics
 from mdps.runtime.errors import ImageError, MdpsError, require
 
@@ -83,6 +84,7 @@ class _Tally:
     def __init__(self, predictor: Judge, category: Category, largest: int | None) -> None:
         self._predictor, self._category, self._largest = predictor, category, largest
         self._pixels, self._counts, self.gallery = PixelMetrics(), PixelCounts(), Gallery()
+        self._regions: RegionCounts | None = None
         self._rows: list[ScoredImage] = []
         self._counted: list[tuple[str, bool]] = []
         self._unmasked: list[str] = []
@@ -121,6 +123,9 @@ class _Tally:
         self._pixels.add(truth, large)
         self._counts.add(truth, large)
         self._counted.append((sample.kind, sample.defective))
+        if prediction.limit is not None:
+            self._regions = self._regions or RegionCounts()
+            self._regions.add(truth, prediction.anomaly_map, prediction.limit)
         return truth
 
     def finished(self, every: int, out: Path | None) -> Evaluation:
@@ -152,6 +157,7 @@ class _Tally:
             },
             problems=(*(detailed.notes if detailed else ()), *self._category.problems, *problems),
             threshold=detailed.threshold if detailed else None,
+            regions=self._regions.to_json() if self._regions else None,
             defect_types=by_defect_type(
                 [(row.kind, row.defective, row.score or 0.0) for row in judged], self._counts, self._counted
             ),

@@ -182,6 +182,7 @@ class BundlePredictor:
             anomaly_map=result.anomaly_map[cut],
             ms=result.times["total"],
             reconstruction=None if result.posterior_sample is None else result.posterior_sample[:, *cut],
+            limit=result.pixel_limit,
         )
 
     def _cut(self) -> tuple[slice, slice]:

@@ -42,13 +42,14 @@ class Prediction:
     """A predictor's answer to one picture.
 
     `anomaly_map` float32 [h, w]; `ms` from the decoded picture to the map; `reconstruction` float32 [3, h, w] in
-    [-1, 1] where the predictor makes one.
+    [-1, 1] where the predictor makes one; `limit` the map's value above which it lists regions, where it lists any.
     """
 
     score: float
     anomaly_map: NDArray[np.float32]
     ms: float
     reconstruction: NDArray[np.float32] | None = None
+    limit: float | None = None
 
 
 @runtime_checkable

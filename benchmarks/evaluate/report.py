@@ -18,6 +18,8 @@ from mdps.benchmarks.evaluate.gallery import Example, Gallery, picture
 from mdps.benchmarks.evaluate.predictions import Judge, covered_box
 from mdps.benchmarks.evaluate.results import HEADS, METRICS, Evaluation, ScoredImage, finite, mean_metrics
 from mdps.benchmarks.kit import figure_png, table
+from mdps.benchmarks.metrics.found import HEADS as REGION_HEADS
+from mdps.benchmarks.metrics.found import cells
 from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import read_image
@@ -85,6 +87,8 @@ def _section(evaluation: Evaluation, folder: Path) -> Iterator[str]:
         yield f"<ul>{''.join(said)}</ul>"
     if evaluation.defect_types:
         yield _table(HEADS, evaluation.kinds())
+    if evaluation.regions:
+        yield _table(REGION_HEADS, cells(evaluation.regions))
     for name in ("scores.png", "roc.png"):
         if (folder / name).is_file():
             yield f"<figure>{embedded((folder / name).read_bytes(), 'png', name)}</figure>"
@@ -211,6 +215,8 @@ def markdown(evaluations: Sequence[Evaluation]) -> str:
     parts = [table(heads, lines, left=(0, 1))]
     if types := [[one.category, *cells] for one in evaluations for cells in one.kinds()]:
         parts.append(table(["category", *HEADS], types, left=(0, 1)))
+    if found := [[one.category, *line] for one in evaluations if one.regions for line in cells(one.regions)]:
+        parts.append(table(["category", *REGION_HEADS], found, left=(0, 1)))
     said = [f"- {one.category}: {sentence}" for one in evaluations for sentence in one.said()]
     return "\n\n".join([*parts, *(["\n".join(said)] if said else [])]) + "\n"
 

@@ -58,8 +58,9 @@ class Evaluation:
 
     `metrics` has the keys of METRICS, NaN where a metric is undefined (`problems` says why); `images` were judged;
     `rows` has every test image in order; `counts` are what a bootstrap resamples; `threshold` is the predictor's own,
-    None where it has none; `defect_types` are metrics of each, empty where there is one only. `problems` name, as
-    sentences, what was left out and what a reader of the numbers must know.
+    None where it has none; `defect_types` are metrics of each, empty where there is one only. `regions` are those it
+    lists beside the ground truth (`RegionCounts.to_json`), None where it lists none. `problems` name, as sentences,
+    what was left out and what a reader of the numbers must know.
     """
 
     predictor: str
@@ -72,6 +73,7 @@ class Evaluation:
     problems: tuple[str, ...]
     threshold: float | None = None
     defect_types: tuple[DefectTypeMetrics, ...] = ()
+    regions: dict[str, Any] | None = None
 
     @property
     def failed(self) -> tuple[ScoredImage, ...]:
@@ -79,13 +81,14 @@ class Evaluation:
         return tuple(row for row in self.rows if row.error is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """METRICS (null where undefined), `category`, `images`, `provenance`, `verdicts`, `said`; no rows."""
+        """METRICS (null where undefined), `category`, `images`, `provenance`, `verdicts`, `regions`; no rows."""
         return {
             **{name: finite(self.metrics[name]) for name in METRICS},
             "category": self.category,
             "images": self.images,
             "provenance": self.provenance,
             "verdicts": self.verdicts(),
+            "regions": self.regions,
             "problems": list(self.said()),
         }
 

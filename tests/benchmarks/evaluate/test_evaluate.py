@@ -17,6 +17,7 @@ from mdps.benchmarks.data.samples import Category, enlarged, truth_in_box
 from mdps.benchmarks.evaluate import evaluate, evaluate_in_turn
 from mdps.benchmarks.evaluate.gallery import Example, Gallery
 from mdps.benchmarks.evaluate.predictions import Box, Prediction
+from mdps.benchmarks.evaluate.report import markdown
 from mdps.benchmarks.evaluate.results import METRICS, Evaluation, mean_metrics
 from mdps.runtime.errors import MdpsError, UsageError
 
@@ -100,7 +101,7 @@ def test_metrics_are_those_of_maps_enlarged_to_the_truth(make_category: MakeCate
 
 def test_a_result_is_an_object_with_the_keys_that_were_promised(make_category: MakeCategory) -> None:
     obj = evaluate(Bright(), category_of(make_category())).to_json()
-    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "problems"}
+    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "regions", "problems"}
     assert obj["verdicts"] is None
     assert obj["problems"] == ["no threshold applies, so that neither missed defects nor false alarms are counted"]
     assert obj["category"] == "disc"
@@ -371,6 +372,26 @@ class Dark(Bright):
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
         for score, found in self(paths):
             yield Prediction(-score, -found, 1.0)
+
+
+class Listing(Dark):
+    """Lists what is bright as regions."""
+
+    def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction | str]:
+        for score, found in self(paths):
+            yield Prediction(score, found, 1.0, limit=float(found.max()) - 0.5)
+
+
+def test_regions_that_a_detector_lists_are_held_against_the_defects(make_category: MakeCategory) -> None:
+    found = evaluate(Listing(), category_of(make_category(good=3, defective=4)))
+    assert found.regions is not None
+    counted = found.regions["all"]
+    assert (counted["defects"], found.regions["good"], found.regions["good_with_regions"]) == (4, 3, 3)
+    assert 0 < counted["right"] < counted["regions"]
+    assert found.to_json()["regions"] == found.regions
+    assert evaluate(Dark(), category_of(make_category())).regions is None
+    page = markdown([found])
+    assert f"| {counted['precision']:.3f} |" in page
 
 
 def test_what_a_detector_gets_wrong_is_said_in_words(make_category: MakeCategory) -> None:

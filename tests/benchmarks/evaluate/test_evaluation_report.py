@@ -245,7 +245,7 @@ def test_one_category_is_one_object_on_stdout(make_category: MakeCategory, capsy
     assert run(cli, ["evaluate", "bundle", str(make_category()), "--json"]) == 0
     streams = capsys.readouterr()
     obj = json.loads(streams.out)
-    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "problems"}
+    assert set(obj) == {*METRICS, "category", "images", "provenance", "verdicts", "regions", "problems"}
     assert (obj["verdicts"]["missed"], obj["verdicts"]["missed_by_kind"]) == (1, {"spot": 1})
     assert obj["images"] == 7
     assert streams.err == ""  # no bar where nobody predictions
