@@ -4,19 +4,16 @@ A third of the part in each good test image gives way to its background (of the 
 one, to an even tone). The folder is laid out like MVTec AD, for `mdps evaluate`; the same images give the same set.
 """
 
-import argparse
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from mdps.benchmarks.data import category_of
-from mdps.benchmarks.kit import exit_code
+from mdps.benchmarks.data.made import SEED, command, link, refuse_used, save
 from mdps.runtime.atomic import writing
 from mdps.runtime.errors import require
 from mdps.runtime.preprocessing import read_image
@@ -24,7 +21,6 @@ from mdps.serving.defects.scene import Ground, Scene
 from mdps.serving.defects.surface import broken_off
 
 SHARE = 1 / 3
-SEED = 17
 _VISIBLE = 3  # grey levels
 
 
@@ -51,40 +47,20 @@ def write(folder: Path, out: Path) -> int:
     category = category_of(folder)
     good = [sample.path for sample in category.test if not sample.defective]
     require(bool(good and category.train), f"{folder} should hold images in train/good and in test/good")
-    require(not out.exists() or not any(out.iterdir()), f"{out} holds files: name another folder, or remove it")
+    refuse_used(out)
     with writing(out):
-        _link(category.train, out / "train" / "good")
-        _link(good, out / "test" / "good")
+        link(category.train, out / "train" / "good")
+        link(good, out / "test" / "good")
         for index, path in enumerate(good):
             image, mask = without(np.array(read_image(path)), np.random.default_rng([SEED, index]))
-            _save(image, out / "test" / "missing" / f"{index:03d}.png")
-            _save(mask, out / "ground_truth" / "missing" / f"{index:03d}_mask.png")
+            save(image, out / "test" / "missing" / f"{index:03d}.png")
+            save(mask, out / "ground_truth" / "missing" / f"{index:03d}_mask.png")
     return len(good)
 
 
-def _link(paths: Sequence[Path], folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for index, path in enumerate(paths):
-        (folder / f"{index:03d}{path.suffix}").symlink_to(path.resolve())
-
-
-def _save(pixels: NDArray[Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; a mistake of the user's is one sentence on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(prog="mdps.benchmarks.missing", description=__doc__.splitlines()[0])
-    parser.add_argument("category", type=Path, help="folder of a category with good test images")
-    parser.add_argument("--out", type=Path, required=True, help="folder that the set is written to")
-    options = parser.parse_args(argv)
-
-    def work() -> None:
-        count = write(options.category, options.out)
-        print(f"wrote {options.out} ({count} images with a part missing)", file=sys.stderr)
-
-    return exit_code(work)
+    """Run the command."""
+    return command("missing", __doc__, write, "with a part missing", argv)
 
 
 if __name__ == "__main__":
