@@ -191,9 +191,9 @@ class CheckOptions:
         tuple[str, ...], Option("Of the demo's network and one of the authors' size.", example="demo,authors")
     ] = ("demo", "authors")
     precisions: Annotated[tuple[str, ...], Option("Of the denoiser.", example="fp32,fp16")] = ("fp32", "fp16")
-    samples: Annotated[int, Option("N_s to measure besides 1.", low=2)] = 16
+    samples: Annotated[int, Option("N_s to measure besides 1.", low=2, seldom=True)] = 16
     steps: Annotated[int, Option("Of each pass.", low=1)] = 10
-    rounds: Annotated[int, Option("Runs of each, at most.", low=1)] = 200
+    rounds: Annotated[int, Option("Runs of each, at most.", low=1, seldom=True)] = 200
     matrix_side: Annotated[int, Option("Of the rates' products.", low=16, seldom=True)] = 8192
     authors_size: Annotated[int, Option("Side of the images of the authors' network.", low=32, seldom=True)] = 256
     threads: int | None = None

@@ -11,6 +11,7 @@ from mdps.commands.terminal import print_values, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build
 from mdps.runtime.scope import Scope
+from mdps.tuning.options import TuneOptions
 
 
 @click.command(
@@ -18,17 +19,25 @@ from mdps.runtime.scope import Scope
 Examples:
   mdps calibrate bundle good/
   mdps calibrate bundle good_blue/ --product blue --false-alarm-rate 0.005
-  mdps calibrate bundle good/ --set mm-per-pixel=0.05"""
+  mdps calibrate bundle good/ --set mm-per-pixel=0.05
+  mdps calibrate bundle good/ --align"""
 )
 @BUNDLE
 @click.argument("good_folder", type=click.Path(path_type=Path))
 @FALSE_ALARM_RATE
+@fields(TuneOptions, only=["align"])
 @fields(LoadOptions, without=["early_exit", "tuned"])
 @settings(Scope, of="a fact of the product's photographs, which the bundle keeps")
 @AS_JSON
 @TRACEBACK
 def calibrate(
-    bundle: Path, good_folder: Path, false_alarm_rate: float, as_json: bool, settings: dict[str, Any], **options: Any
+    bundle: Path,
+    good_folder: Path,
+    false_alarm_rate: float,
+    align: bool,
+    as_json: bool,
+    settings: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Set the threshold and the map ranges from images of good parts, and store them in the bundle.
 
@@ -45,7 +54,7 @@ def calibrate(
     asked = build(LoadOptions, options)
     before = Manifest.read(bundle, verify=False).calibrations.get(asked.product)
     with spoken_warnings():
-        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, asked, settings)
+        calibration = calibrate_folder(bundle, good_folder, false_alarm_rate, asked, settings, align=align)
     if (bundle / ONE_FILE).is_file():
         click.echo(f"Warning: {bundle / ONE_FILE} keeps its threshold until `mdps single-file {bundle}`", err=True)
     if as_json:

@@ -51,8 +51,9 @@ def predict(
 ) -> int:
     """Judge images: verdicts, anomaly maps, pictures and a report.
 
-    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, judged_by, regions, doubt,
-    error), regions.csv, maps/*.npy (float32, in the unit of the score), overlays/*.png and report.html into --out.
+    Writes results.csv, results.jsonl (path, score, threshold, verdict, map, ms, early_exit, judged_by, regions,
+    shift_x, shift_y, turn, residual, fault, doubt, error), regions.csv, maps/*.npy (float32, in the unit of the
+    score), overlays/*.png and report.html into --out.
     """
     from mdps.commands.messages import mention_plans
     from mdps.runtime import load
@@ -73,6 +74,8 @@ def predict(
     for row in errors:
         named = row.path in str(row.error)
         click.echo(_shown(str(row.error) if named else f"{row.path}: {row.error}"), err=True)
+    if unaligned := sum(row.fault is not None for row in rows):
+        click.echo(f"Warning: {unaligned} of {len(rows)} images were not aligned but judged as they lie", err=True)
     if printer.error is not None:
         raise printer.error
     click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)

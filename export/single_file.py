@@ -45,7 +45,7 @@ def export_single_file(
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
-    _refuse(Bundle.of(bundle, Manifest.read(bundle, verify=False), LoadOptions(product=product)))
+    _refuse(Bundle.of(bundle, Manifest.read(bundle, verify=False), LoadOptions(product=product)), product)
     require(
         not out.is_dir() and out.parent.is_dir(), f"{out} cannot be written: give the name of a file, such as x.onnx"
     )
@@ -64,7 +64,7 @@ def export_single_file(
     return out
 
 
-def _refuse(loaded: Bundle) -> None:
+def _refuse(loaded: Bundle, product: str) -> None:
     bundle, manifest, sampler = loaded.path, loaded.manifest, loaded.settings.sampler
     require(
         loaded.tuning is None or loaded.tuning.cascade is None,
@@ -76,6 +76,11 @@ def _refuse(loaded: Bundle) -> None:
         not again and sampler.mask_rule != "inpaint",
         f"{bundle} stitches, inpaints or resamples (AutoDDPM), which the single file does not hold: "
         "deploy the bundle's folder, or export another --method",
+    )
+    require(
+        not manifest.aligned(product),
+        f"{bundle} aligns the parts of the product {product!r}, which the single file does not: deploy the bundle's "
+        "folder, or calibrate it without --align",
     )
     require(
         not sampler.early_exit,

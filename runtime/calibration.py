@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ class Calibration(Record):
     not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
     engine computed the steps in, "" for the bundle's own precision: in another, scores differ. `fitness` says what was
     found of defects put into good parts, None where that was not tried. `tuned` is the name of the tuning it is of, ""
-    for the published method.
+    for the published method, and `aligned` that of how its parts were aligned, "" where they were not.
     """
 
     threshold: float
@@ -59,6 +59,9 @@ class Calibration(Record):
     arithmetic: Literal["", "bf16"] = ""
     fitness: Fitness | None = None
     tuned: str = ""
+    aligned: str = ""
+
+    later: ClassVar[Mapping[str, Any]] = {"aligned": ""}
 
     def __post_init__(self) -> None:
         require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")
@@ -90,6 +93,10 @@ class Judge(Protocol):
     @property
     def tuned(self) -> str:
         """The name of its tuning, or nothing."""
+
+    @property
+    def aligned(self) -> str:
+        """The name of how it aligns parts, or nothing."""
 
     @property
     def denoises(self) -> bool:
@@ -188,8 +195,7 @@ def calibrate(
         raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
     settings = detector.settings
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
-    scores, first_scores = list[Array](), list[Array]()
-    first, last = _Range(), _Range()
+    scores, first_scores, first, last = list[Array](), list[Array](), _Range(), _Range()
     for observations in _batches(detector, pictures, batch):
         found = detector.inspect(observations, mask_range=frozen, early_exit=False)
         start = sum(map(len, scores))
@@ -219,6 +225,7 @@ def calibrate(
         first_quantiles=first_quantiles(np.concatenate(first_scores)),
         arithmetic=named(detector.engine).arithmetic,
         tuned=detector.tuned,
+        aligned=detector.aligned,
     )
 
 

@@ -5,13 +5,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.alignment import Pose
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
@@ -19,6 +20,7 @@ from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
 from mdps.runtime.regions import Box, Region, find
+from mdps.runtime.registration import Aligner
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
 from mdps.runtime.tuning import Tuning
@@ -42,6 +44,9 @@ class Result:
     `judged_by`: of a tuned detector its own map, or where that left doubt the published method's on its scale, and the
     published method's of any other. A tuned one's `mask` is where the map exceeds 1, its `posterior_sample` None where
     it reconstructs nothing, and it also times photograph (its features) and published (the second judgement).
+
+    `alignment` says how the part lay, where parts are aligned: map, mask, sample and observation lie as the picture
+    does, what was judged lay as the reference view.
     """
 
     score: float
@@ -54,6 +59,7 @@ class Result:
     times: dict[str, float]
     early_exit: bool = False
     judged_by: Literal["tuned", "published"] = "published"
+    alignment: Pose | None = None
     pixel_limit: float | None = None
     box: Box | None = None
     mm_per_pixel: float | None = None
@@ -74,7 +80,8 @@ class Detector:
     `doubt` is a sentence where the calibration found that it does not see defects on these parts, else empty.
     `warm_up_seconds` is how long the last image took that `warm_up` ran; 0 before.
 
-    Raises CalibrationError where the settings have an early exit and no calibration says for which scores.
+    Raises CalibrationError where the settings have an early exit and no calibration says for which scores, UsageError
+    where the product's parts are aligned and OpenCV is not installed.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class Detector:
         self.doubt = calibration.doubt if calibration else ""
         self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
+        self._aligner = Aligner(manifest.alignments[product]) if product in manifest.alignments else None
         self._pipeline: Inspector | None = pipeline
         self._settings, self._engines = pipeline.settings, pipeline.engines
         self._lock = threading.Lock()
@@ -111,6 +119,7 @@ class Detector:
             "settings": self._settings.to_json(),
             "product": self.product,
             "tuned": self.tuned or None,
+            "aligned": self.aligned or None,
             "calibration": self.calibration.to_json() if self.calibration else None,
             "doubt": self.doubt or None,
             "versions": dict(self.manifest.versions),
@@ -139,21 +148,27 @@ class Detector:
 
         May be called beside a call that judges.
         """
-        return observe(images, *self._views)
+        return observe(images, *self._views, self._aligner)
 
     def judge(self, observations: Views) -> list[Result]:
         """B results for pictures that `observe` was run on before, or `preprocessing`: float32 [B, 3, H, W], B >= 1.
 
-        Raises as `inspect`.
+        Raises as `inspect`, and ImageError for what was not aligned where parts are.
         """
-        return self._judge(Observations.of(observations), 0.0, time.perf_counter())
+        given = Observations.of(observations)
+        if self._aligner is not None and len(given.poses) != len(given):
+            raise ImageError("this product's parts are aligned: give what this detector's `observe` returns")
+        return self._judge(given, 0.0, time.perf_counter())
 
     def _judge(self, observations: Observations, preprocess: float, start: float) -> list[Result]:
         found = self.inspect(observations)
         times = {"preprocess": preprocess, **found.times}
         times["total"] = (time.perf_counter() - start) * 1000
         each = {name: value / len(observations) for name, value in times.items()}
-        return [self._result(found, observations, index, each) for index in range(len(observations))]
+        results = [self._result(found, observations, index, each) for index in range(len(observations))]
+        if self._aligner is None:
+            return results
+        return [self._as_it_lay(result, pose) for result, pose in zip(results, observations.poses, strict=True)]
 
     def inspect(
         self,
@@ -217,6 +232,11 @@ class Detector:
     def tuned(self) -> str:
         """The name of its tuning, "" for the published method: a calibration is of one of them."""
         return self.manifest.tuned(self.tuning)
+
+    @property
+    def aligned(self) -> str:
+        """The name of how it aligns parts, "" where it does not: a calibration is of one way."""
+        return self.manifest.aligned(self.product)
 
     @property
     def denoises(self) -> bool:
@@ -294,6 +314,21 @@ class Detector:
             pixel_limit=self.pixel_limit,
             box=observations.boxes[index] if observations.boxes else None,
             mm_per_pixel=self.scope.mm_per_pixel,
+        )
+
+    def _as_it_lay(self, result: Result, pose: Pose) -> Result:
+        """Return the result of an aligned picture for the picture as it was."""
+        result = replace(result, alignment=pose)
+        if self._aligner is None or not pose.moved:
+            return result
+        back = partial(self._aligner.back, pose=pose, box=self.preprocessing.covered_box(pose.size))
+        sample = result.posterior_sample
+        return replace(
+            result,
+            anomaly_map=back(result.anomaly_map),
+            mask=back(result.mask),
+            observation=back(result.observation),
+            posterior_sample=None if sample is None else back(sample),
         )
 
 

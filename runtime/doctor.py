@@ -13,7 +13,7 @@ from mdps.runtime.engines.interface import Check, module_of
 from mdps.runtime.machine import available_cpus, cpus_limited_by, installed
 
 _BEFORE = ("mdps", "numpy", "pillow")
-_AFTER = ("cuda-bindings", "timm", "onnx", "onnxscript", "onnxslim")
+_AFTER = ("opencv-python-headless", "cuda-bindings", "timm", "onnx", "onnxscript", "onnxslim")
 
 
 @dataclass(frozen=True)

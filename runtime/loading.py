@@ -38,12 +38,16 @@ def load(path: Path | str, options: LoadOptions | None = None, **fields: Unpack[
     CalibrationError, which are UsageErrors too; BackendError where the engine or the card does not do it.
     """
     options = replace(options or LoadOptions(), **fields)
-    bundle = Bundle.read(path, options)
+    return load_bundle(Bundle.read(path, options), options)
+
+
+def load_bundle(bundle: Bundle, options: LoadOptions) -> Detector:
+    """Load a bundle whose manifest is read, and may say more than its file; raises as `load`."""
     manifest, sampler = bundle.manifest, bundle.settings.sampler
     for one_pass in sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, sampler.time_index, one_pass, sampler.eta_ddim)
     calibration = _calibration(bundle, options) if options.calibrated else None
-    exit_limit(calibration, sampler.early_exit, str(path))  # the detector says so too, but after its engines
+    exit_limit(calibration, sampler.early_exit, str(bundle.path))  # the detector says so too, but after its engines
 
     def detector(pipeline: Inspector, engine: str) -> Detector:
         return Detector(manifest, pipeline, calibration, product=options.product, engine=engine, tuning=bundle.tuning)
@@ -159,7 +163,7 @@ def _comparable_passes(bundle: Bundle) -> list[int]:
 def _calibration(bundle: Bundle, options: LoadOptions) -> Calibration:
     """The product's, or CalibrationError where there is none for these options."""
     path, manifest, product = bundle.path, bundle.manifest, options.product
-    asked = options.command_line("product", "engine", "device")
+    asked = options.command_line("product", "engine", "device") + " --align" * (options.product in manifest.alignments)
     command = f"run `mdps calibrate {path} GOOD_FOLDER{asked}`"
     calibration = manifest.calibrations.get(product)
     if calibration is None:
@@ -169,6 +173,11 @@ def _calibration(bundle: Bundle, options: LoadOptions) -> Calibration:
         theirs = "before it was tuned" if bundle.tuned else "with a tuned detector"
         remedy = command if options.tuned else "load the published method with calibrated=False"
         raise CalibrationError(f"{path} was calibrated {theirs}, so its threshold does not apply: {remedy}")
+    if calibration.aligned != manifest.aligned(product):
+        raise CalibrationError(
+            f"{path} was calibrated with parts that lay otherwise, aligned or not, so its threshold does not apply: "
+            f"{command}"
+        )
     if calibration.samples != bundle.settings.sampler.samples:
         raise CalibrationError(
             f"{path} was calibrated with {calibration.samples} samples an image, not "

@@ -5,8 +5,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+from mdps.runtime.alignment import Alignment
 from mdps.runtime.atomic import is_temporary, write_text
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.engines import Engine
@@ -137,9 +138,10 @@ class Manifest(Record):
     """All a runtime must know of a bundle.
 
     `graphs` maps a role (guided_step, plain_step, ddad_step, features, score) to its file; `calibrations` a product's
-    name to its calibration, `tunings` to its tuning, `scopes` to what is known of its photographs; `files` each plain
-    file name to its hash. `precision` is that of the step graphs, `plans` are built from the graphs for engines of
-    plans. `network`, `versions` and `parity` are records for people and for the exporter, free of form. With `tiles`
+    name to its calibration, `tunings` to its tuning, `scopes` to what is known of its photographs, `alignments` to how
+    its parts are aligned; `files` each plain file name to its hash. `precision` is that of the step graphs, `plans` are
+    built from the graphs for engines of plans. `network`, `versions` and `parity` are records for people and for the
+    exporter, free of form. With `tiles`
     photographs are judged in tiles of the network's size, without them they are resized to it.
     """
 
@@ -162,6 +164,9 @@ class Manifest(Record):
     tunings: dict[str, Tuning] = field(default_factory=dict)
     tiles: Tiling | None = None
     scopes: dict[str, Scope] = field(default_factory=dict)
+    alignments: dict[str, Alignment] = field(default_factory=dict)
+
+    later: ClassVar[Mapping[str, Any]] = {"alignments": {}}
 
     def __post_init__(self) -> None:
         require(self.schema_version == SCHEMA_VERSION, f"schema_version should be {SCHEMA_VERSION}")
@@ -237,6 +242,15 @@ class Manifest(Record):
     def scope(self, product: str) -> Scope:
         """Return what is known of a product's photographs, which may be nothing."""
         return self.scopes.get(product, Scope())
+
+    def aligned(self, product: str) -> str:
+        """Return the name of how this product's parts are aligned, "" where they are not."""
+        return self.alignments[product].name if product in self.alignments else ""
+
+    def with_alignment(self, product: str, alignment: Alignment | None) -> "Manifest":
+        """A copy in which this product's parts are aligned so, or with None not."""
+        others = {name: one for name, one in self.alignments.items() if name != product}
+        return replace(self, alignments=others | ({product: alignment} if alignment else {}))
 
     def with_calibration(self, product: str, calibration: Calibration) -> "Manifest":
         """A copy that also holds this product's calibration."""

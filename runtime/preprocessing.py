@@ -1,6 +1,6 @@
 """From a picture of any kind to the observation [3, H, W] the network sees, for training too; all views of pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Union
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from mdps.runtime.alignment import Pose
 from mdps.runtime.errors import ImageError, require
 from mdps.runtime.pictures import MAX_PIXELS, describe, read_image
 from mdps.runtime.records import Record
@@ -20,6 +21,8 @@ Picture: TypeAlias = Union[str, Path, bytes, "Image.Image", NDArray[np.uint8]]
 """A path, the bytes of a file, a PIL image, or a uint8 array [H, W] or [H, W, 1 | 3 | 4]."""
 
 Array = NDArray[np.float32]
+Align: TypeAlias = Callable[["Image.Image"], tuple["Image.Image", Pose]]
+"""Takes an upright picture to one whose part lies as it should, and says how it lay."""
 
 __all__ = [
     "Observations",
@@ -132,19 +135,22 @@ class Observations:
     """B pictures: `images` [B, 3, H, W] are the network's view, `photographs` [B, 3, h, w] that of a tuning's features.
 
     Both are float32 in [-1, 1]. `photographs` is None for a detector that reads none. `boxes` are what of each upright
-    original the images show, in its pixels; None for arrays that were never pictures.
+    original the images show, in its pixels; None for arrays that were never pictures. `poses` say how each picture lay
+    before it was aligned; there are none for a detector that aligns nothing.
     """
 
     images: Array
     photographs: Array | None = None
     boxes: tuple[Box, ...] | None = None
+    poses: tuple[Pose, ...] = ()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, rows: slice) -> Self:
         photographs = None if self.photographs is None else self.photographs[rows]
-        return type(self)(self.images[rows], photographs, None if self.boxes is None else self.boxes[rows])
+        boxes = None if self.boxes is None else self.boxes[rows]
+        return type(self)(self.images[rows], photographs, boxes, self.poses[rows])
 
     @classmethod
     def of(cls, given: "Self | Array") -> "Self":
@@ -160,6 +166,7 @@ class Observations:
             np.concatenate([part.images for part in parts]),
             np.concatenate(photographs) if photographs else None,
             None if None in boxes else tuple(box for own in boxes for box in own or ()),
+            tuple(pose for part in parts for pose in part.poses),
         )
 
 
@@ -173,22 +180,30 @@ def images_of(given: Views) -> Array:
 
 
 def observe(
-    pictures: Sequence[Picture], preprocessing: Preprocessing, photograph: Preprocessing | None = None
+    pictures: Sequence[Picture],
+    preprocessing: Preprocessing,
+    photograph: Preprocessing | None = None,
+    align: Align | None = None,
 ) -> Observations:
     """Decode each picture once and return its views; `photograph` makes that of the feature network.
 
-    Raises ImageError naming the first picture that cannot be read.
+    Before that `align` moves its part to where it should lie. Raises ImageError naming the first picture that cannot be
+    read.
     """
-    views, boxes = zip(*(_views(picture, preprocessing, photograph) for picture in pictures), strict=True)
+    views, boxes, poses = zip(*(_views(picture, align, preprocessing, photograph) for picture in pictures), strict=True)
     photographs = None if photograph is None else np.stack([view[-1] for view in views])
-    return Observations(np.stack([view[0] for view in views]), photographs, boxes)
+    known = tuple(pose for pose in poses if pose is not None)
+    return Observations(np.stack([view[0] for view in views]), photographs, boxes, known)
 
 
-def _views(picture: Picture, first: Preprocessing, second: Preprocessing | None) -> tuple[list[Array], Box]:
-    """Return what each makes of the picture, and what of it the first shows."""
+def _views(
+    picture: Picture, align: Align | None, first: Preprocessing, second: Preprocessing | None
+) -> tuple[list[Array], Box, Pose | None]:
+    """Return what each makes of the picture once it is aligned, what of it the first shows, and how it lay."""
     name = describe(picture)
     try:
         rgb = read_image(picture)
-        return [one.view(rgb, name) for one in (first, second) if one is not None], first.covered_box(rgb.size)
+        rgb, pose = align(rgb) if align else (rgb, None)
+        return [one.view(rgb, name) for one in (first, second) if one is not None], first.covered_box(rgb.size), pose
     except MemoryError as error:
         raise ImageError(f"{name} does not fit into memory") from error

@@ -3,7 +3,7 @@
 import json
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -14,10 +14,13 @@ class Record:
     """Mixin for frozen dataclasses: `to_json` gives plain JSON values, `from_json` checks every key and type."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    later: ClassVar[Mapping[str, Any]] = {}
+    """Keys that older records lack, with what their absence means; a record that means it lacks them still."""
 
     def to_json(self) -> dict[str, Any]:
         """Keys in the order of the fields, so that equal records give equal text."""
-        return {field.name: encode(getattr(self, field.name)) for field in fields(self)}
+        told = {field.name: encode(getattr(self, field.name)) for field in fields(self)}
+        return {key: value for key, value in told.items() if key not in self.later or value != self.later[key]}
 
     @classmethod
     def from_json(cls, obj: object, where: str = "") -> Self:
@@ -25,6 +28,7 @@ class Record:
         where = where or cls.__name__
         if not isinstance(obj, dict):
             raise BundleError(f"{where} should be an object with keys, found {_show(obj)}")
+        obj = {**cls.later, **obj}
         hints = get_type_hints(cls)
         names = [field.name for field in fields(cls)]
         _check_keys(where, names, obj)

@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate, load
+from mdps.runtime import Calibration, CalibrationWarning, Detector, LoadOptions, calibrate
+from mdps.runtime.alignment import Alignment
 from mdps.runtime.atomic import writing
-from mdps.runtime.bundle import LoadFields
-from mdps.runtime.errors import ImageError, refuse_unreadable
+from mdps.runtime.bundle import Bundle, LoadFields
+from mdps.runtime.errors import ImageError, refuse_unreadable, require
 from mdps.runtime.image_files import find_images, odd_pictures
+from mdps.runtime.loading import load_bundle
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.runtime.registration import align as alignment_of
 from mdps.runtime.scope import Scope
 from mdps.serving.defects import KINDS
 from mdps.serving.fitness import measure, told
@@ -42,6 +45,8 @@ def calibrate_folder(
     false_alarm_rate: float,
     options: LoadOptions | None = None,
     scope: Mapping[str, Any] | None = None,
+    *,
+    align: bool = False,
     **fields: Unpack[LoadFields],
 ) -> Calibration:
     """Calibrate the product that is asked for on all images of a folder, and store the result in the manifest.
@@ -50,6 +55,7 @@ def calibrate_folder(
 
     Its fitness too: defects are put into the same images. Warns where the detector does not see them.
 
+    With `align` the parts are aligned from now on, without it no longer; only a tuning keeps what it was made with.
     `options` and `fields` are those of `load`; a bundle's early exit and calibration play no part.
     That all files can be read and the manifest written is seen to before any of the computing.
 
@@ -62,23 +68,38 @@ def calibrate_folder(
     asked = replace(options or LoadOptions(), **fields)
     asked = replace(asked, early_exit=0.0, calibrated=False, warm_up=False)
     images = find_images([good])
-    before = Manifest.read(bundle, verify=False)
-    preprocessing, shown = before.preprocessing, replace(before.scope(asked.product), **(scope or {}))
+    manifest = Manifest.read(bundle)
+    shown = replace(manifest.scope(asked.product), **(scope or {}))
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no other file can be made beside it, it cannot be replaced
-    _read_all(images, preprocessing)
-    with load(bundle, asked) as detector:
+    _read_all(images, manifest.preprocessing)
+    manifest = manifest.with_alignment(asked.product, _alignment(bundle, manifest, asked.product, images, align))
+    with load_bundle(Bundle.of(bundle, manifest, asked), asked) as detector:
         for sentence in odd_pictures(images, detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
         calibration = calibrated(detector, images, false_alarm_rate)
     if calibration.doubt:
         warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
-    manifest = Manifest.read(bundle, verify=False).with_calibration(detector.product, calibration)
+    alignment = manifest.alignments.get(detector.product)
+    manifest = Manifest.read(bundle, verify=False).with_alignment(detector.product, alignment)
+    manifest = manifest.with_calibration(detector.product, calibration)
     if shown != Scope():
         manifest = replace(manifest, scopes={**manifest.scopes, detector.product: shown})
     with writing(bundle / FILE_NAME):
         manifest.write(bundle)
     return calibration
+
+
+def _alignment(bundle: Path, manifest: Manifest, product: str, images: Sequence[Path], asked: bool) -> Alignment | None:
+    """Return how the parts are to be aligned: a tuned detector was fitted to parts that lay as its own shows them."""
+    if product in manifest.tunings:
+        own = manifest.alignments.get(product)
+        require(
+            own is not None or not asked,
+            f"{bundle} was tuned for the product {product!r} to parts that were not aligned: run `mdps tune --align`",
+        )
+        return own
+    return alignment_of(images) if asked else None
 
 
 def fingerprint(image: Path) -> str:

@@ -60,8 +60,9 @@ class Row:
     `verdict` is "pass", "fail", "error" (then only `path` and `error` are set) or None where scores were asked for
     without a calibration. `map` is the file of the anomaly map, relative to the output folder. `ms` is the time to read
     and judge the image, an equal share where a batch was judged at once. `early_exit`: it skipped the masked pass.
-    `judged_by`: "tuned" or "published", as in `Result`.
-    `regions` are those of `Result`, None without a calibration.
+    `judged_by`: "tuned" or "published", as in `Result`. `regions` are those of `Result`, None without a calibration.
+    Where parts are aligned `shift_x`, `shift_y` (pixels), `turn` (degrees) and `residual` say how this one lay, and
+    `fault` why the image was not aligned but judged as it lies.
     `doubt` is the sentence of a detector that does not see defects on these parts.
     """
 
@@ -74,6 +75,11 @@ class Row:
     early_exit: bool | None = None
     judged_by: str | None = None
     regions: tuple[Region, ...] | None = None
+    shift_x: float | None = None
+    shift_y: float | None = None
+    turn: float | None = None
+    residual: float | None = None
+    fault: str | None = None
     doubt: str | None = None
     error: str | None = None
 
@@ -252,6 +258,7 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         judged_by=result.judged_by,
         doubt=doubt or None,
         regions=None if result.pixel_limit is None else result.regions,
+        **(result.alignment.told() if result.alignment else {}),
     )
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))

@@ -188,7 +188,8 @@ def image_table(ranked: Sequence[Row], picture: Callable[[Row], str]) -> str:
 
 
 def _row(row: Row, picture: str) -> str:
-    verdict, found = row.verdict or "", _listed(row.regions or ()) + plain_text(row.error or "")
+    verdict = row.verdict or ""
+    found = _listed(row.regions or ()) + plain_text(row.error or row.fault or "")
     return (
         f"<tr><td>{plain_text(row.path)}</td><td class='{verdict}'>{verdict}</td>"
         f"{_number(row.score, '.5g')}{_number(row.ms, '.0f')}<td>{picture}{found}</td></tr>\n"

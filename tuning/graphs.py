@@ -20,6 +20,7 @@ from mdps.export.graph import write as write_graph
 from mdps.export.parity import ParityError
 from mdps.export.tracer import recorded
 from mdps.models.backbones import Backbone
+from mdps.runtime.alignment import Alignment
 from mdps.runtime.atomic import sync, writing
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.engines.interface import open_session
@@ -53,7 +54,8 @@ class Fitted:
 class Fused:
     """A fused detector to write: its terms in their order, and the rest of its `Tuning`.
 
-    `backbone` is needed for terms of features, loaded with their stages. `top`: how many pixels the score counts.
+    `backbone` is needed for terms of features, loaded with their stages. `top`: how many pixels the score counts. The
+    parts of the product are aligned as `alignment` says, or not.
     """
 
     terms: Sequence[Fitted]
@@ -62,6 +64,7 @@ class Fused:
     photograph: Preprocessing | None = None
     sampler: SamplerSettings | None = None
     cascade: Cascade | None = None
+    alignment: Alignment | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -98,9 +101,13 @@ def write(
     try:
         with writing(bundle):
             tuning, files = _record(bundle, _prefix(stem, manifest), manifest, fused, say)
-        calibration = calibrate(_tuned(manifest, product, tuning, files)) if calibrate else None
+
+        def tuned(manifest: Manifest) -> Manifest:
+            return _tuned(manifest, product, tuning, files).with_alignment(product, fused.alignment)
+
+        calibration = calibrate(tuned(manifest)) if calibrate else None
         with writing(bundle):
-            manifest = _tuned(Manifest.read(bundle, verify=False), product, tuning, files)
+            manifest = tuned(Manifest.read(bundle, verify=False))
             (manifest.with_calibration(product, calibration) if calibration else manifest).write(bundle)
     finally:
         _sweep(bundle, stem, Manifest.read(bundle, verify=False))

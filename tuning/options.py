@@ -18,6 +18,9 @@ class TuneOptions:
     budget_ms: Annotated[float, Option("Milliseconds that an image may take on this machine.", low=0, above=True)] = (
         100.0
     )
+    align: Annotated[
+        bool, Option("Move each part to where a reference view shows it, first; for parts that lie shifted or turned.")
+    ] = False
     report: Annotated[Path | None, Option("Where the page goes [default: BUNDLE.tune.html].", seldom=True)] = None
     work: Annotated[
         Path | None, Option("Folder that lets a stopped run go on [default: BUNDLE.tune].", seldom=True)

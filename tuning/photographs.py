@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import CalibrationError, ImageError, refuse_unreadable
 from mdps.runtime.image_files import known_headers
 from mdps.runtime.pictures import describe, read_image
-from mdps.runtime.preprocessing import Picture, Preprocessing, to_uint8, to_unit
-from mdps.serving.defects import plan
+from mdps.runtime.preprocessing import Align, Picture, Preprocessing, to_uint8, to_unit
+from mdps.runtime.registration import Aligner
+from mdps.serving.defects import Defect, plan
 from mdps.serving.fitness import defective
 from mdps.tuning.value import reduced
 
@@ -117,14 +118,15 @@ def unit(images: Images) -> Array:
     return np.stack([to_unit(image) for image in images])
 
 
-def see(pictures: Iterable[Picture], bundle: Preprocessing, side: int) -> Seen:
-    """Decode each picture once and keep both views of it; ImageError names up to five that cannot be read."""
+def see(pictures: Iterable[Picture], bundle: Preprocessing, side: int, align: Align | None = None) -> Seen:
+    """Decode each picture once, align it and keep both views of it; ImageError names up to five that cannot be read."""
     views = bundle, photograph(bundle, side)
     kept: list[list[Images]] = [[] for _ in views]
     faults: list[str] = []
     for picture in pictures:
         try:
             rgb, name = read_image(picture), describe(picture)
+            rgb = align(rgb)[0] if align else rgb
             found = [view.view(rgb, name) for view in views]
         except ImageError as error:
             faults.append(str(error))
@@ -147,20 +149,31 @@ class Defects:
 
 
 def defects(
-    paths: Sequence[Path], bundle: Preprocessing, side: int, per_kind: int = PER_KIND, seed: int = SEED
+    paths: Sequence[Path],
+    bundle: Preprocessing,
+    side: int,
+    per_kind: int = PER_KIND,
+    seed: int = SEED,
+    align: Aligner | None = None,
 ) -> Defects:
-    """Put every kind of defect `per_kind` times into these photographs, all by one seed."""
+    """Put every kind of defect `per_kind` times into these photographs, all by one seed, and align what comes of it."""
     rows = plan(len(paths), per_kind, seed)
     masks: list[NDArray[np.bool_]] = []
 
-    def drawn() -> Iterator[Images]:
+    def drawn() -> Iterator[Picture]:
         for index, row in enumerate(rows):
             one = defective(bundle, paths, row, [seed, index])
-            masks.append(reduced(_covered(one.mask, bundle), bundle.network_size))
-            yield one.image
+            image, mask = _aligned(one, align) if align else (one.image, one.mask)
+            masks.append(reduced(_covered(mask, bundle), bundle.network_size))
+            yield image
 
     seen = see(drawn(), bundle, side)
     return Defects(tuple(kind for kind, *_ in rows), tuple(size for _, size, *_ in rows), seen, np.stack(masks))
+
+
+def _aligned(defect: Defect, align: Aligner) -> tuple[Picture, NDArray[np.bool_]]:
+    image, pose = align(read_image(defect.image))
+    return image, align.moved(np.where(defect.mask, np.uint8(255), np.uint8(0)), pose) > np.uint8(127)
 
 
 def _covered(mask: NDArray[np.bool_], bundle: Preprocessing) -> NDArray[np.bool_]:

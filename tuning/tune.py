@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from mdps.models.backbones import Backbone, load_backbone
+from mdps.runtime.alignment import Alignment
 from mdps.runtime.atomic import writing
 from mdps.runtime.bundle import Bundle, LoadOptions
 from mdps.runtime.calibration import Calibration, CalibrationWarning
@@ -20,6 +21,7 @@ from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.loading import choose_engine, open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspector
+from mdps.runtime.registration import Aligner, align
 from mdps.runtime.settings import SamplerSettings
 from mdps.serving.calibrate import calibrated, fingerprint
 from mdps.tuning.candidates import TOP, Candidate, Tried, scale_of, views
@@ -88,6 +90,7 @@ def tune(
             warnings.warn(sentence, stacklevel=2)
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no file can be made, none of it can be written at the end
+    manifest = manifest.with_alignment(asked.product, align(paths) if options.align else None)
     tuner = Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
     work = Work(_work(bundle, options), tuner.key)
     outcome = tuner.run(work)
@@ -146,6 +149,7 @@ class Tuner:
             "images": hash_of(self.paths),
             "defects a kind": self.options.per_kind,
             "engine": [self.asked.engine, self.asked.threads],
+            "aligned": self.manifest.aligned(self.asked.product),
         }
 
     @cached_property
@@ -157,6 +161,11 @@ class Tuner:
     def side(self) -> int:
         """Of the photographs, as they are kept and as the tuned detector will see them."""
         return side_of(self.paths, self.manifest.preprocessing)
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """How the parts are aligned, if they are."""
+        return self.manifest.alignments.get(self.asked.product)
 
     def search(self, images: Images, work: Work) -> Search:
         """Return the search among all candidates by these images, not yet begun."""
@@ -172,11 +181,12 @@ class Tuner:
         """Return synthetic defects, and the images of a search with them."""
         self.progress("reading images", 0.0)
         framing, side = self.manifest.preprocessing, self.side
+        align = Aligner(self.alignment) if self.alignment else None
         count = len(self.parts.fit)
-        seen = see(self._files(self._rows), framing, side)
+        seen = see(self._files(self._rows), framing, side, align)
         fitted, held = seen.pick(range(count)), seen.pick(range(count, len(self._rows)))
         self.progress("putting defects in", 0.0)
-        bad = defects(self._files(self.parts.bearing), framing, side, self.options.per_kind)
+        bad = defects(self._files(self.parts.bearing), framing, side, self.options.per_kind, align=align)
         return bad, Images(fitted, held, bad.seen, len(self.parts.scale), Truth(bad.kinds, bad.masks))
 
     @property
@@ -241,6 +251,7 @@ class Tuner:
             backbone=self._backbone((1, 2, 3)),
             photograph=photograph(self.manifest.preprocessing, self.side) if shown else None,
             sampler=sampler,
+            alignment=self.alignment,
             evidence=told,
         )
 

@@ -195,14 +195,17 @@ def check_pixels(size: tuple[int, int], max_pixels: int) -> None:
 def observe(picture: Image.Image | NDArray[np.uint8], detector: Detector, notes: list[str]) -> Observations:
     """The views of one picture; ImageError with a sentence that names no Python type.
 
-    `notes` gets a sentence for whatever is odd about an image file: more than 8 bits, much smaller than the network's.
+    `notes` gets a sentence for whatever is odd about an image file: more than 8 bits, much smaller than the network's;
+    and for a part that was not aligned.
     """
     if isinstance(picture, Image.Image):
         notes += odd_picture(picture, detector.preprocessing)
     try:
-        return detector.observe([picture])
+        seen = detector.observe([picture])
     except ImageError as error:
         raise ImageError(str(error).replace(f"the given {type(picture).__name__}", "the image")) from error
+    notes += [pose.fault for pose in seen.poses if pose.fault]
+    return seen
 
 
 def _too_many(max_pixels: int) -> Refusal:

@@ -196,7 +196,9 @@ class Inspecting:
 
 def _how(result: Result) -> dict[str, Any]:
     """Tell how an image came to its score."""
-    return {"early_exit": result.early_exit, "judged_by": result.judged_by}
+    told = {"early_exit": result.early_exit, "judged_by": result.judged_by}
+    lay = result.alignment.told() if result.alignment else {}
+    return told | {name: value for name, value in lay.items() if value is not None}
 
 
 def _choice(request: Request, name: str, values: tuple[str, ...]) -> str:

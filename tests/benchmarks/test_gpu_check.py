@@ -39,7 +39,18 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     """The command on the processor with the demo's network at a step a pass, as a user runs it: JSON and folder."""
     out = tmp_path_factory.mktemp("gpu") / "out"
     command = [sys.executable, "-m", "mdps.cli", "gpu-check", "--cpu", "--networks", "demo", "--steps", "1", "--json"]
-    command += ["--samples", "2", "--precisions", "fp32", "--rounds", "2", "--set", "matrix-side=64", "--threads", "1"]
+    command += [
+        "--precisions",
+        "fp32",
+        "--set",
+        "samples=2",
+        "--set",
+        "rounds=2",
+        "--set",
+        "matrix-side=64",
+        "--threads",
+        "1",
+    ]
     command += ["--minutes", "120", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
