@@ -581,11 +581,11 @@ MUTANTS = (
         ("test_maps_of_good_images_are_as_those_of_further_ones",),
     ),
     Mutant(
-        "tuning-sizes", "Candidate.preference",
-        "len(sizes) < 2",
-        "len(sizes) > 1",
-        "of equals one that sees a single size goes first",
-        ("test_of_equals_one_without_a_reconstruction_and_of_both_sizes_goes_first",),
+        "tuning-sizes", "_hedges",
+        "one.value >= chosen.value - HEDGE",
+        "one.value <= chosen.value - HEDGE",
+        "both sizes take the place of one where they are worse",
+        ("test_both_sizes_take_the_place_of_one_where_they_are_hardly_worse",),
     ),
     # regions
     Mutant(

@@ -84,6 +84,11 @@ class Raw:
         """Of the photograph, where it is of one."""
         return self.statistic.view if self.statistic and self.of == "photograph" else None
 
+    @property
+    def at_any_size(self) -> tuple[object, ...]:
+        """All that the term is but for the size at which it sees the photograph."""
+        return (self.kind, self.of, self.blur, self.sampler, self.view and self.view.stages)
+
 
 def scale_of(maps: Array) -> tuple[float, float]:
     """Return the quantiles of raw maps that become 0 and 1; the same number twice where all are one value."""
@@ -112,10 +117,14 @@ class Candidate:
         return next((raw.sampler for raw in self.raws if raw.sampler), "")
 
     @property
-    def preference(self) -> tuple[bool, bool, int]:
-        """Among equals the least is chosen; see `search.choose`."""
-        sizes = {raw.view.size for raw in self.raws if raw.view}
-        return bool(self.sampler), len(sizes) < 2, len(self.raws)
+    def sizes(self) -> set[int]:
+        """At which its terms see the photograph."""
+        return {raw.view.size for raw in self.raws if raw.view}
+
+    @property
+    def at_any_size(self) -> set[tuple[object, ...]]:
+        """Its terms and weights, whatever the size at which they see the photograph."""
+        return {(raw.at_any_size, weight) for raw, weight in self._weighted}
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from mdps.runtime.machine import versions
 from mdps.tuning.candidates import HIGH, LOW, Tried
 from mdps.tuning.options import TuneOptions
 from mdps.tuning.photographs import SEED, Split
-from mdps.tuning.search import Search
+from mdps.tuning.search import HEDGE, Search
 
 MOST, DETAILED = 60, 12  # candidates that are told, and those told by kind
 _LIBRARIES = ("torch", "timm", "numpy", "pillow", "onnxruntime")
@@ -21,7 +21,7 @@ def evidence(search: Search, chosen: Tried, options: TuneOptions, parts: Split) 
         "value": round(chosen.value, 4),
         "formula": "(image + pixel AUROC) / 2, its mean over the kinds averaged with that over their worst quarter",
         "budget_ms": options.budget_ms,
-        "ties": "within one standard error over the kinds: no reconstruction, both sizes, fewest terms, the best",
+        "ties": f"within one standard error: fewest terms, the best; both sizes if worse by at most {HEDGE}",
         "scale": [LOW, HIGH],
         "seed": SEED,
         "images": {"fit": len(parts.fit), "scale": len(parts.scale), "defects put in": len(parts.bearing)},

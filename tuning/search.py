@@ -33,6 +33,11 @@ from mdps.tuning.work import Arrays, Work
 
 MINUTES = 15.0
 BEST_SAMPLERS = 2  # of which the residual's features are tried
+HEDGE = 0.02
+"""Of value: how much the same terms at both sizes of the photograph may be worse on synthetic defects.
+
+How large these are is made up, and small ones call for one size only. docs/measure/tuning.md says what it gains.
+"""
 BEST_TERMS = 3  # of the photograph, and of a reconstruction, that are summed
 RECONSTRUCTED = 60  # good images to fit the statistics of a reconstruction to
 
@@ -231,45 +236,54 @@ class Search:
     # Sums
 
     def _sums(self) -> None:
-        self._both_sizes()
+        for raws in dict.fromkeys(self._at_both_sizes(one.candidate) for one in self.tried):
+            if raws:
+                self._add(*raws)
         ours = _unlike([one.candidate for one in self._ranked() if not one.candidate.sampler])
         theirs = _unlike([one.candidate for one in self._ranked() if one.candidate.sampler])
-        for mine in ours:
+        for mine in dict.fromkeys(raws for one in ours for raws in (one.raws, self._at_both_sizes(one)) if raws):
             for other in theirs:
                 for weight, of_other in WEIGHTS:
-                    self._add(*mine.raws, *other.raws, weights=(*[weight] * len(mine.raws), of_other))
+                    self._add(*mine, *other.raws, weights=(*[weight] * len(mine), of_other))
         for first, second in combinations(ours, 2):
             together = dict.fromkeys((*first.raws, *second.raws))
             if len({raw.view for raw in together}) < len(together):  # one run of the feature network serves both
                 self._add(*together)
 
-    def _both_sizes(self) -> None:
-        """Add sums of one statistic of photographs seen at two sizes."""
-        by_view = {
-            (raw.kind, raw.view, raw.blur): raw for one in self.tried if (raw := one.candidate.raws[0]) and raw.view
-        }
-        for (kind, view, blur), raw in by_view.items():
-            double = replace(view, size=2 * view.size, grid=2 * view.grid)
-            if larger := by_view.get((kind, double, blur)):
-                self._add(raw, larger)
+    def _at_both_sizes(self, candidate: Candidate) -> tuple[Raw, ...]:
+        """Return its terms, all of the photograph, at every size at which they were tried; none where that is one."""
+        terms = dict.fromkeys(raw for one in self.tried for raw in one.candidate.raws if raw.view)
+        wanted = {raw.at_any_size for raw in candidate.raws}
+        found = tuple(raw for raw in terms if raw.at_any_size in wanted)
+        return found if len(found) > len(candidate.raws) else ()
 
     def _ranked(self) -> list[Tried]:
         return sorted(self.tried, key=lambda one: -one.value)
 
 
 def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
-    """Return the best of those within the budget, of equals the likeliest to hold for other defects; None for none.
+    """Return the best of those within the budget, of equals the simplest, and where it costs little at both sizes.
 
-    Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects.
-    Of these go first such as need no reconstruction, then such as see the photograph at both sizes, since how large the
-    true defects are is not known; then those of fewest terms, then the best.
+    Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects;
+    of these the one of fewest terms, then the best. The same terms at both sizes of the photograph take its place where
+    their value is less by at most HEDGE. None where nothing fits.
     """
     eligible = [one for one in tried if one.ms <= budget_ms]
     if not eligible:
         return None
     best = max(eligible, key=lambda one: one.value)
     equal = [one for one in eligible if one.value == best.value or _equal(one, best)]
-    return min(equal, key=lambda one: (*one.candidate.preference, -one.value, one.ms))
+    chosen = min(equal, key=lambda one: (len(one.candidate.raws), -one.value, one.ms))
+    return next((one for one in eligible if _hedges(one, chosen)), chosen)
+
+
+def _hedges(one: Tried, chosen: Tried) -> bool:
+    ours, theirs = one.candidate, chosen.candidate
+    return (
+        len(ours.sizes) > len(theirs.sizes) > 0
+        and ours.at_any_size == theirs.at_any_size
+        and one.value >= chosen.value - HEDGE
+    )
 
 
 def _equal(one: Tried, best: Tried) -> bool:
