@@ -221,7 +221,10 @@ def fit(name: str, module: Any, train: Sequence[Path], validation: Sequence[Path
 
 @contextmanager
 def quick_coreset() -> Iterator[None]:
-    """While it lasts, anomalib's greedy search makes no copy of all patches a centre, which was most of its time."""
+    """While it lasts, anomalib's greedy search makes no copy of all patches a centre, which was most of its time.
+
+    Copies of 31 MB, of 30 images, were not given back to the system by glibc either, and filled 20 GB before the end.
+    """
     from anomalib.models.components.sampling import KCenterGreedy
 
     def update_distances(search: Any, cluster_center: Any) -> None:
