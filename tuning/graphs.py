@@ -87,14 +87,15 @@ def write(
     bundle: Path,
     product: str,
     fused: Fused,
-    calibrate: Callable[[Manifest], Calibration] | None = None,
+    settle: Callable[[Manifest], tuple[Tuning, Calibration]] | None = None,
     say: Say = lambda _: None,
 ) -> Tuning:
     """Write the tuning of a product into a bundle, in the place of the one that is there, and return it.
 
-    `calibrate` is given the manifest as it will be, whose files are all in the folder, and returns the calibration that
-    goes with it. Whatever interrupts, the folder is the old bundle or the new one. Raises ParityError for a graph that
-    does not compute what its module does, MdpsError where the disk is full.
+    `settle` is given the manifest as it will be, whose files are all in the folder, and returns the tuning of these
+    graphs that is written, and the calibration that goes with it. Whatever interrupts, the folder is the old bundle or
+    the new one. Raises ParityError for a graph that does not compute what its module does, MdpsError where the disk is
+    full.
     """
     manifest, stem = Manifest.read(bundle), _plain(product)
     _sweep(bundle, stem, manifest)
@@ -105,7 +106,7 @@ def write(
         def tuned(manifest: Manifest) -> Manifest:
             return _tuned(manifest, product, tuning, files).with_alignment(product, fused.alignment)
 
-        calibration = calibrate(tuned(manifest)) if calibrate else None
+        tuning, calibration = settle(tuned(manifest)) if settle else (tuning, None)
         with writing(bundle):
             manifest = tuned(Manifest.read(bundle, verify=False))
             (manifest.with_calibration(product, calibration) if calibration else manifest).write(bundle)

@@ -28,6 +28,9 @@ class TuneOptions:
     minutes: Annotated[float, Option("After which no more candidates are begun.", low=0, above=True, seldom=True)] = (
         15.0
     )
+    cascade: Annotated[
+        bool, Option("The published method may judge again what is near the threshold.", seldom=True)
+    ] = True
     per_kind: Annotated[int, Option("Defects of each kind that candidates are tried on.", low=1, seldom=True)] = 9
     backbone_weights: Annotated[
         Path | None, Option("Weights of the bundle's feature network [default: installed or cached].", seldom=True)

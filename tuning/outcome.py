@@ -46,4 +46,5 @@ class Outcome:
             "chosen": self.chosen.candidate.name,
             "time": f"{self.ms:.0f} ms an image, of {self.budget_ms:g} allowed",
             "value": f"{self.chosen.value:.3f}; the best of {len(self.search.tried)} candidates {best:.3f}{left}",
+            "cascade": self.evidence["cascade"]["said"],
         }

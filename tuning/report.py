@@ -67,6 +67,7 @@ def _words(outcome: Outcome) -> list[str]:
         words.append(f"The highest value has {best.candidate.name}, {best.value:.3f}: {why}.")
     if search.left_out:
         words.append(f"No time was left for: {'; '.join(search.left_out)}.")
+    words.append(f"Cascade: {outcome.evidence['cascade']['said']}.")
     words += [outcome.calibration.doubt] if outcome.calibration.doubt else []
     return [*words, "No test image was read. Real defects may be other than those that were put in: measure your own."]
 

@@ -22,16 +22,17 @@ from mdps.runtime.loading import choose_engine, open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspector
 from mdps.runtime.registration import Aligner, align
-from mdps.runtime.settings import SamplerSettings
+from mdps.runtime.tuning import Tuning
 from mdps.serving.calibrate import calibrated, fingerprint
 from mdps.tuning.candidates import TOP, Candidate, Tried, scale_of, views
+from mdps.tuning.cascade import Found, Judged, Published, look
 from mdps.tuning.compiled import Machine
 from mdps.tuning.crossfit import crossfitted
 from mdps.tuning.evidence import evidence
 from mdps.tuning.graphs import Fitted, Fused, write
 from mdps.tuning.options import TuneOptions
 from mdps.tuning.outcome import Outcome, Shown
-from mdps.tuning.photographs import Defects, Split, defects, doubt_of, photograph, see, side_of, split
+from mdps.tuning.photographs import Defects, Seen, Split, defects, doubt_of, photograph, see, side_of, split
 from mdps.tuning.reconstruct import Reconstructor
 from mdps.tuning.report import write_report
 from mdps.tuning.search import Images, Progress, Search, choose
@@ -148,6 +149,7 @@ class Tuner:
             "framing": self.manifest.preprocessing.to_json(),
             "images": hash_of(self.paths),
             "defects a kind": self.options.per_kind,
+            "settings": self.manifest.settings.to_json(),
             "engine": [self.asked.engine, self.asked.threads],
             "aligned": self.manifest.aligned(self.asked.product),
         }
@@ -222,27 +224,29 @@ class Tuner:
     def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
         seen = search.images.fit.joined(search.images.held)
         candidate, modules = crossfitted(search, chosen.candidate, seen)
-        good, defective = candidate.fused(len(seen.images), self.manifest.preprocessing.network_size)
-        judged = zip(self._files(self._rows), scores(good, TOP).tolist(), strict=True)
-        told = evidence(search, chosen, self.options, self.parts) | {
-            "fitted": {fingerprint(path): score for path, score in judged},
-            "found": [list(row) for row in zip(bad.kinds, bad.sizes, scores(defective, TOP).tolist(), strict=True)],
-        }
-        found: dict[str, Any] = {"shown": Shown(bad, scores(defective, TOP), defective)}
+        good, maps = candidate.fused(len(seen.images), self.manifest.preprocessing.network_size)
+        alone = Judged(scores(good, TOP), scores(maps, TOP), self.rate, 0.0)
+        told, settled = evidence(search, chosen, self.options, self.parts), list[tuple[Found, Calibration]]()
 
-        def fit(manifest: Manifest) -> Calibration:
-            calibration, found["ms"] = self._calibrated(manifest)
-            return calibration
+        def settle(manifest: Manifest) -> tuple[Tuning, Calibration]:
+            found = self._cascade(replace(alone, ms=self._time(manifest)), seen, search)
+            tuning = replace(
+                manifest.tunings[self.asked.product], cascade=found.cascade, evidence=told | self._told(found, bad)
+            )
+            self.progress("calibrating", 1.0)
+            with self._open(replace(manifest, tunings=manifest.tunings | {self.asked.product: tuning})) as loaded:
+                settled.append((found, calibrated(loaded, self._files(self._rows), self.rate)))
+            return tuning, settled[0][1]
 
-        self.progress(f"writing and calibrating {chosen.candidate.name}", 1.0)
-        write(self.bundle, self.asked.product, self._fused(candidate, modules, search.sampler(candidate), told), fit)
-        calibration = Manifest.read(self.bundle, verify=False).calibrations[self.asked.product]
-        return Outcome(chosen, search, calibration, self.options.budget_ms, evidence=told, **found)
+        self.progress(f"writing {chosen.candidate.name}", 1.0)
+        tuning = write(self.bundle, self.asked.product, self._fused(candidate, modules, search), settle)
+        ((found, calibration),) = settled
+        for row, again in found.maps.items():
+            maps[row] = again
+        shown = Shown(bad, found.judged.bad, maps)
+        return Outcome(chosen, search, calibration, self.options.budget_ms, found.judged.ms, shown, tuning.evidence)
 
-    def _fused(
-        self, candidate: Candidate, modules: Sequence[Distance | Pixels | None], sampler: SamplerSettings | None,
-        told: dict[str, Any],
-    ) -> Fused:  # fmt: skip
+    def _fused(self, candidate: Candidate, modules: Sequence[Distance | Pixels | None], search: Search) -> Fused:
         terms = candidate.terms([scale_of(raw.good) for raw in candidate.raws])
         shown = any(raw.view for raw in candidate.raws)
         return Fused(
@@ -250,22 +254,41 @@ class Tuner:
             top=TOP,
             backbone=self._backbone((1, 2, 3)),
             photograph=photograph(self.manifest.preprocessing, self.side) if shown else None,
-            sampler=sampler,
+            sampler=search.sampler(candidate),
             alignment=self.alignment,
-            evidence=told,
         )
 
-    def _calibrated(self, manifest: Manifest) -> tuple[Calibration, float]:
-        """Return the calibration, and ms an image; `_TooSlowError` where these exceed the budget."""
-        asked = replace(self.asked, calibrated=False, warm_up=True, early_exit=None)
+    def _cascade(self, alone: Judged, seen: Seen, search: Search) -> Found:
+        if not self.options.cascade:
+            return Found.none(alone, "it was not asked for")
+        published = Published(
+            lambda: self._open(self.manifest, tuned=False), seen, search.images.bad,
+            self.manifest.settings.mask.range, search.work, lambda said: self.progress(said, 1.0),
+        )  # fmt: skip
+        return look(alone, published, self.options.budget_ms, 60 * self.options.minutes - search.work.seconds)
+
+    def _told(self, found: Found, bad: Defects) -> dict[str, Any]:
+        """Return the scores that a calibration goes by, and what there is to tell of a cascade."""
+        judged = zip(self._files(self._rows), found.judged.good.tolist(), strict=True)
+        return {
+            "cascade": found.told,
+            "fitted": {fingerprint(path): score for path, score in judged},
+            "found": [list(row) for row in zip(bad.kinds, bad.sizes, found.judged.bad.tolist(), strict=True)],
+        }
+
+    def _time(self, manifest: Manifest) -> float:
+        """Return ms an image; `_TooSlowError` where these exceed the budget."""
+        with self._open(manifest) as loaded:
+            ms = median(loaded(path).times["total"] for path in self._files(self._rows)[:TIMED])
+        if ms > SLACK * self.options.budget_ms:
+            raise _TooSlowError(ms)
+        return ms
+
+    def _open(self, manifest: Manifest, *, tuned: bool = True) -> Detector:
+        asked = replace(self.asked, tuned=tuned, calibrated=False, warm_up=True, early_exit=0.0)
         opened = Bundle.of(self.bundle, manifest, asked)
 
         def detector(pipeline: Inspector, engine: str) -> Detector:
             return Detector(manifest, pipeline, product=asked.product, engine=engine, tuning=opened.tuning)
 
-        images = self._files(self._rows)
-        with open_detector(opened, asked, detector) as loaded:
-            ms = median(loaded(path).times["total"] for path in images[:TIMED])
-            if ms > SLACK * self.options.budget_ms:
-                raise _TooSlowError(ms)
-            return calibrated(loaded, images, self.rate), ms
+        return open_detector(opened, asked, detector)

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -159,15 +160,17 @@ def test_the_calibration_that_goes_with_it_is_written_with_it(bundle: Path) -> N
     seen: list[Manifest] = []
     calibration = Calibration(1.5, 0.1, 0.1, 20, 0.0, 1.0, 0.0, 1.0, samples=1, seed=0)
 
-    def calibrate(manifest: Manifest) -> Calibration:
+    def settle(manifest: Manifest) -> tuple[Tuning, Calibration]:
         assert all((bundle / name).is_file() for name in manifest.files)
         assert not Manifest.read(bundle).tunings
         seen.append(manifest)
-        return calibration
+        return replace(manifest.tunings["part"], evidence={"settled": True}), calibration
 
-    tuning = write(bundle, "part", fused(), calibrate)
+    tuning = write(bundle, "part", fused(), settle)
     manifest = Manifest.read(bundle)
-    assert seen[0].tunings == manifest.tunings == {"part": tuning}
+    assert (
+        manifest.tunings == {"part": tuning} == {"part": replace(seen[0].tunings["part"], evidence={"settled": True})}
+    )
     assert manifest.calibrations == {"part": calibration}
 
 
