@@ -279,15 +279,22 @@ class _Look:
             f"{compared.gained}, the tuned detector alone about {compared.lost}: no clear gain",
         )
         _refuse(min(tuned.threshold, compared.limit) <= 0, "its scores are not positive, and on no common scale")
+        judged = np.asarray(near)[inside], asked.scores[inside]
+        return self._chosen(around, compared, judged, dict(zip(rows, again.maps, strict=True)), again.scores, ms)
+
+    def _chosen(
+        self, around: Band, compared: Compared, good: tuple[Any, Array], maps: dict[int, Array], bad: Array, ms: float
+    ) -> Found:
+        """Return the cascade, given scores in the band by the published method: `good` with their rows, and `bad`."""
         both = replace(
-            tuned,
-            good=_replaced(tuned.good, np.asarray(near)[inside], asked.scores[inside], around, compared.scale),
-            bad=_replaced(tuned.bad, rows, again.scores, around, compared.scale),
-            ms=tuned.ms + around.share * ms,
+            self.tuned,
+            good=_replaced(self.tuned.good, *good, around, compared.scale),
+            bad=_replaced(self.tuned.bad, list(maps), bad, around, compared.scale),
+            ms=self.tuned.ms + around.share * ms,
         )
         cascade = Cascade(around.low, around.high, around.low / compared.scale, around.high / compared.scale)
-        maps = {row: np.float32(compared.scale) * one for row, one in zip(rows, again.maps, strict=True)}
-        return Found(cascade, self._told(around, compared, both, ms), both, maps)
+        scaled = {row: np.float32(compared.scale) * one for row, one in maps.items()}
+        return Found(cascade, self._told(around, compared, both, ms), both, scaled)
 
     def _told(self, around: Band, compared: Compared, both: Judged, ms: float) -> dict[str, Any]:
         alone, good, bad = self.tuned, len(both.good), len(both.bad)
