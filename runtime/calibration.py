@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -195,17 +195,11 @@ def calibrate(
         raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
     settings = detector.settings
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
-    scores, first_scores, first, last = list[Array](), list[Array](), _Range(), _Range()
+    good = _Good(known)
     for observations in _batches(detector, pictures, batch):
-        found = detector.inspect(observations, mask_range=frozen, early_exit=False)
-        start = sum(map(len, scores))
-        scores.append(np.asarray([known.get(start + index, one) for index, one in enumerate(found.anomaly_score)]))
-        each(scores[-1])
-        first_scores.append(found.first_score)
-        first.add(found.first_map)
-        last.add(found.anomaly_map)
-    mask_low, mask_high = frozen or (first.low, first.high)
-    threshold, expected = good_threshold(np.concatenate(scores), false_alarm_rate)
+        each(good.add(detector.inspect(observations, mask_range=frozen, early_exit=False)))
+    mask_low, mask_high = frozen or (good.first.low, good.first.high)
+    threshold, expected = good_threshold(np.asarray(good.scores), false_alarm_rate)
     return Calibration(
         threshold=threshold,
         false_alarm_rate=false_alarm_rate,
@@ -213,16 +207,16 @@ def calibrate(
         images=len(pictures),
         mask_low=mask_low,
         mask_high=mask_high,
-        map_low=last.low,
-        map_high=last.high,
+        map_low=good.last.low,
+        map_high=good.last.high,
         samples=settings.sampler.samples,
         seed=settings.sampler.seed,
         note=_warned(
             too_few(len(pictures), false_alarm_rate, expected),
-            _constant(last.low, last.high, threshold),
+            _constant(good.last.low, good.last.high, threshold),
             noise_doubt(detector, _some(detector, pictures)) if detector.denoises else "",
         ),
-        first_quantiles=first_quantiles(np.concatenate(first_scores)),
+        first_quantiles=first_quantiles(np.asarray(good.first_scores)),
         arithmetic=named(detector.engine).arithmetic,
         tuned=detector.tuned,
         aligned=detector.aligned,
@@ -238,6 +232,29 @@ class _Range:
         if not np.isfinite(values).all():
             raise BackendError("an anomaly map of a calibration image holds NaN or infinite values")
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+
+
+@dataclass
+class _Good:
+    """Scores of good images by the first pass and by the last, where `known` has none, and the ranges of their maps."""
+
+    known: Mapping[int, float]
+    scores: list[np.float32] = field(default_factory=list)
+    first_scores: list[np.float32] = field(default_factory=list)
+    first: _Range = field(default_factory=_Range)
+    last: _Range = field(default_factory=_Range)
+
+    def add(self, found: Inspection) -> Array:
+        """Take what was found of the next images, and return their scores."""
+        start = len(self.scores)
+        scores = np.array(
+            [self.known.get(start + index, one) for index, one in enumerate(found.anomaly_score)], np.float32
+        )
+        self.scores.extend(scores)
+        self.first_scores.extend(found.first_score)
+        self.first.add(found.first_map)
+        self.last.add(found.anomaly_map)
+        return scores
 
 
 def _batches(detector: Judge, pictures: list[Picture], batch: int) -> Iterator[Observations]:
