@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from mdps.commands.fields import fields
+from mdps.commands.fields import fields, settings
 from mdps.commands.options import BUNDLE, FALSE_ALARM_RATE, ONE_FILE, TRACEBACK
 from mdps.commands.terminal import needs, say, spoken_warnings
 from mdps.export.options import ExportOptions
@@ -30,6 +30,7 @@ Examples:
 @FALSE_ALARM_RATE
 @click.option("--single-file", "one_file", is_flag=True, help=f"Write {ONE_FILE} too; needs --calibrate.")
 @fields(ExportOptions)
+@settings(ExportOptions, of="what is seldom changed")
 @TRACEBACK
 def export(
     ckpt: Path,
@@ -39,6 +40,7 @@ def export(
     good: Path | None,
     false_alarm_rate: float,
     one_file: bool,
+    settings: dict[str, Any],
     **choices: Any,
 ) -> None:
     """Turn a checkpoint into a bundle, and prove it against a plain torch implementation.
@@ -50,7 +52,7 @@ def export(
     _check_before_export(good, one_file, choices["guidance_backend"], choices["precision"])
     with needs("export", "cpu"):
         from mdps.export import export_bundle
-    bundle = export_bundle(ckpt, out, ExportOptions.of(choices), force=force, say=say)
+    bundle = export_bundle(ckpt, out, ExportOptions.of(choices | settings), force=force, say=say)
     engine = f" --engine {choices['engine']}" if choices["engine"] else ""
     if good is None:
         click.echo(f"wrote {bundle}; next: mdps calibrate {bundle} GOOD_FOLDER{engine}")

@@ -1,16 +1,23 @@
 """`mdps predict`: parses, calls, prints."""
 
+import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mdps.commands.fields import fields
 from mdps.commands.options import AS_JSON, BUNDLE, TRACEBACK
-from mdps.commands.terminal import SOME_FAILED, spoken_warnings
+from mdps.commands.terminal import SOME_FAILED, say, spoken_warnings
 from mdps.runtime.bundle import LoadOptions
 from mdps.runtime.option import build
+
+if TYPE_CHECKING:
+    from mdps.runtime import Detector
+
+LONG = 30  # seconds
 
 
 @click.command(
@@ -68,6 +75,7 @@ def predict(
     with spoken_warnings(), load(bundle, asked) as detector:
         if detector.doubt:
             warnings.warn(detector.doubt, stacklevel=1)
+        _tell_of_tiles(detector, inputs, out)
         rows = folder.predict(detector, inputs, out, batch=batch, force=force, on_row=printer)
         report_run(detector, bundle, rows, out)
     errors = [row for row in rows if row.verdict == "error"]
@@ -80,6 +88,36 @@ def predict(
         raise printer.error
     click.echo(f"{len(rows) - len(errors)} of {len(rows)} images judged; see {out / 'report.html'}", err=as_json)
     return SOME_FAILED if errors else 0
+
+
+def _tell_of_tiles(detector: "Detector", inputs: Sequence[Path], out: Path) -> None:
+    """Say on a terminal how long a long run in tiles will take, and how far it is with each photograph."""
+    if detector.tiles is None or not sys.stderr.isatty():
+        return
+    from mdps.runtime.image_files import find_images, known_headers
+
+    cut, tile = detector.preprocessing.roi, detector.preprocessing.network_size
+    sizes = [cut[2:] if cut else found.size for found in known_headers(find_images(inputs, exclude=out))[1]]
+    tiles = sum(detector.tiles.count((height, width), tile) for width, height in sizes)
+    if (seconds := tiles * detector.warm_up_seconds) > LONG:
+        say(f"{tiles} tiles in {len(sizes)} images, about {seconds / 60:.1f} minutes")
+    detector.watch_tiles(_TileBar())
+
+
+class _TileBar:
+    """Shows how far a photograph of many tiles is, and goes with its last one."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, of: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = self._bar or tqdm(total=of, unit="tile", leave=False, disable=None)
+        self._bar.update(done - self._bar.n)
+        if done == of:
+            self._bar.close()
+            self._bar = None
 
 
 def _shown(text: str) -> str:

@@ -46,6 +46,7 @@ from mdps.runtime.sampler import step_scalars
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import Session
 from mdps.runtime.settings import Settings
+from mdps.runtime.tiled import check_tiled
 from mdps.runtime.tiles import Tiling
 
 FORMS = {row.form: row for row in ENGINES if row.norms or row.name == DEFAULT}
@@ -78,17 +79,19 @@ def export_bundle(
         say(f"Warning: {sentence}")
     preprocessing = options.preprocessing(_trained_preprocessing(denoiser))
     trained_noise = _trained_noise(denoiser)
-    settings = options.settings(preprocessing.network_size, trained_noise or "gaussian", denoiser.schedule)
+    tiling = options.tiling(_trained_tiles(denoiser))
+    settings = options.settings(preprocessing.network_size, trained_noise or "gaussian", denoiser.schedule, tiling)
     if settings.sampler.noise != (trained_noise or "gaussian"):
         say(f"Warning: {_unknown_noise(settings.sampler.noise, trained_noise)}")
     _check(denoiser, settings, preprocessing)
+    _check_tiles(tiling, settings, preprocessing)
     check_export(denoiser.config.to_json(), preprocessing.network_size, settings)
     own = named(options.engine) if options.engine else None
     builder = _builder(own, options)
     engines = _engines(options)
     backbone = _backbone(settings, options)
     with new_folder(out, replace=force) as folder:
-        writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision)
+        writer = _Writer(folder, denoiser, settings, preprocessing, say, options.precision, tiling)
         forms = {form: row for form, row in FORMS.items() if row.reads == "onnx" or row == own}
         writer.steps(options.guidance_backend, forms)
         writer.scoring(backbone)
@@ -160,6 +163,12 @@ def _check(denoiser: Denoiser, settings: Settings, preprocessing: Preprocessing)
         f"maps of {size[0]} x {size[1]} are too small for a Gaussian of {score.smoothing_kernel} pixels",
     )
     require(score.top <= size[0] * size[1], f"the image score counts {score.top} pixels, the map has fewer")
+
+
+def _check_tiles(tiling: Tiling | None, settings: Settings, preprocessing: Preprocessing) -> None:
+    if tiling is not None:
+        require(preprocessing.crop == "none", "tiles show all of a photograph: leave out --scale, or add --crop none")
+        check_tiled(settings)
 
 
 def _backbone(settings: Settings, options: ExportOptions) -> Backbone | None:
@@ -284,6 +293,7 @@ class _Writer:
     preprocessing: Preprocessing
     say: Say
     precision: Precision
+    tiles: Tiling | None = None
     layers: LayerErrors = field(default_factory=dict)
     graphs: dict[str, GraphEntry] = field(default_factory=dict)
     nodes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -372,7 +382,7 @@ class _Writer:
             | ({"autograd_operations": self.autograd} if self.autograd else {}),
             checkpoint=CheckpointEntry(Path(report.path).name, report.sha256),
             guidance_backend=backend,
-            tiles=_trained_tiles(self.denoiser),
+            tiles=self.tiles,
         )
 
     def _image(self, batch: int) -> Tensor:

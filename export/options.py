@@ -21,6 +21,7 @@ from mdps.runtime.settings import (
     gaussian_kernel,
     top_pixels,
 )
+from mdps.runtime.tiles import Tiling
 
 T = TypeVar("T")
 
@@ -41,11 +42,11 @@ class ExportOptions:
     """Choices of an export; None leaves a value to the mode or the preset. UsageError for what contradicts itself.
 
     The fields that `PassSettings`, `SamplerSettings`, `ScoreSettings` and `MaskSettings` have too mean what they mean
-    there, in the same ranges. A `preset` is MDPS in the mode `reference`, without one it is `paper`. `noise_level` is
-    that of the passes which start from the observation; a stitched one keeps its own, and takes steps as long as the
-    first pass's; one that another guides keeps its own too. `crop` "input" cuts `crop_size` out of the resized image
-    before the network, "metrics" only for evaluation. `roi` is in pixels of the photograph; `load` is what the
-    checkpoint does not say.
+    there, in the same ranges. A `preset` is MDPS in the mode `reference`, without one it is `paper`. `noise_level`
+    is that of the passes which start from the observation; a stitched one keeps its own, and takes steps as long as
+    the first pass's; one that another guides keeps its own too. `crop` "input" cuts `crop_size` out of the resized
+    image before the network, "metrics" only for evaluation. `scale` and `overlap` are those of a `Tiling`. `roi` is
+    in pixels of the photograph; `load` is what the checkpoint does not say.
 
     The bundle also holds the files of `engine`, where it reads its own: "mnn" the step graphs for a CPU, the others
     plans for cards of each `compute_capability`. An engine that was left out of `engines` is compared when it first
@@ -107,12 +108,21 @@ class ExportOptions:
     top: Annotated[int | None, Option("How many of the map's pixels the image score counts.", low=1)] = None
     crop: Annotated[Literal["none", "input", "metrics"] | None, Option("Cut the centre of the resized image.")] = None
     crop_size: Annotated[int | None, Option("Side of the cut.", low=1)] = None
+    scale: Annotated[
+        float | None,
+        Option("Judge photographs in tiles, shrunk by this factor and not to one size.", low=0, above=True, high=1),
+    ] = None
+    overlap: Annotated[
+        float | None, Option("Share that tiles have in common [default: 0.5].", low=0, high=0.9, seldom=True)
+    ] = None
     roi: Annotated[
         tuple[int, int, int, int] | None,
         Option("Region of interest in the photograph: LEFT TOP WIDTH HEIGHT.", example="LEFT,TOP,WIDTH,HEIGHT"),
     ] = None
     load: CheckpointOptions = field(default_factory=CheckpointOptions)
-    count_nodes: Annotated[bool, Option("Count the graphs' nodes, and what torch performs for a guided step.")] = False
+    count_nodes: Annotated[
+        bool, Option("Count the graphs' nodes, and what torch performs for a guided step.", seldom=True)
+    ] = False
     engine: Annotated[
         str | None,
         Option(
@@ -171,13 +181,23 @@ class ExportOptions:
         changed = trained if self.crop is None else replace(trained, crop=self.crop, crop_size=self.crop_size)
         return changed if self.roi is None else replace(changed, roi=self.roi)
 
+    def tiling(self, trained: Tiling | None = None) -> Tiling | None:
+        """Return how photographs are cut, unless told otherwise as the denoiser was `trained`; None: not at all."""
+        tiling = trained if self.scale is None else Tiling(self.scale)
+        require(tiling is not None or self.overlap is None, "an overlap is of tiles, and there are none: add --scale")
+        return tiling and _given(tiling, overlap=self.overlap)
+
     def settings(
         self,
         size: tuple[int, int],
         trained_noise: Literal["gaussian", "simplex"] = "gaussian",
         schedule: NoiseSchedule = LINEAR,
+        tiling: Tiling | None = None,
     ) -> Settings:
-        """Return all settings for a network of `size` (H, W) that was trained on such noise, by such a schedule."""
+        """Return all settings for a network of `size` (H, W) that was trained on such noise, by such a schedule.
+
+        In tiles the range of the mask is frozen: a tile's own says nothing of the picture.
+        """
         base = self._base(size)
         base = replace(base, sampler=replace(base.sampler, noise=self.noise or trained_noise))
         skip = base.sampler.first_pass.skip
@@ -185,7 +205,8 @@ class ExportOptions:
             skip is None or self.steps is None,
             f"--steps belongs to the paper's time index; this preset or method counts steps by its skip of {skip}",
         )
-        mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range)
+        frozen = "frozen" if tiling else None
+        mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range or frozen)
         sampler, score = self._sampler(base.sampler), self._score(base, size)
         if base.mode == "noise-error" and self.eta is None:
             score = replace(score, eta=noise_error_weight(schedule, sampler.first_pass.noise_level))

@@ -41,7 +41,8 @@ def export_single_file(
     A file in the bundle is listed in its manifest. Before it gets its name the file has judged a picture as the bundle
     does, to the TOLERANCES. Warns where the calibration found that the bundle sees no defects. Raises CalibrationError
     without a calibration of `product`, UsageError for a bundle that is traced, in bf16, beyond 2 GB, stitches
-    (AutoDDPM) or has an early exit or a cascade, BackendError where file and bundle disagree; then nothing is written.
+    (AutoDDPM), judges in tiles or has an early exit or a cascade, BackendError where file and bundle disagree; then
+    nothing is written.
     """
     bundle = Path(bundle)
     out = bundle / FILE_NAME if out is None else Path(out)
@@ -70,6 +71,10 @@ def _refuse(loaded: Bundle, product: str) -> None:
         loaded.tuning is None or loaded.tuning.cascade is None,
         f"{bundle} has the published method judge again what its tuned detector leaves in doubt (a cascade), which the "
         "single file does not hold: deploy the bundle's folder, or tune it without",
+    )
+    require(
+        manifest.tiles is None,
+        f"{bundle} judges photographs in tiles, which a single file does not put together: deploy the bundle's folder",
     )
     again = any(one.start == "stitched" or one.resamples > 1 for one in sampler.passes)
     require(

@@ -18,6 +18,7 @@ from mdps.runtime.preprocessing import Observations, Picture, Views
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import EXIT_SHARES, Settings
+from mdps.runtime.tiles import Tiling
 
 Array = NDArray[np.float32]
 IMAGES = 8
@@ -110,6 +111,10 @@ class Judge(Protocol):
     def schedule(self) -> NoiseSchedule:
         """The one its denoiser was trained on."""
 
+    @property
+    def tiles(self) -> Tiling | None:
+        """How it cuts pictures, of which it then judges one at a time."""
+
     def observe(self, images: Sequence[Picture]) -> Observations:
         """Return the views of pictures that it judges."""
 
@@ -193,7 +198,7 @@ def calibrate(
     pictures = list(images)
     if not pictures:
         raise CalibrationError("there are no images to calibrate on: give a folder of images of good parts")
-    settings = detector.settings
+    settings, batch = detector.settings, 1 if detector.tiles else batch
     frozen = _first_pass_range(detector, pictures, batch) if settings.mask.range != "per-image" else None
     good = _Good(known)
     for observations in _batches(detector, pictures, batch):
@@ -271,7 +276,8 @@ def _first_pass_range(detector: Judge, pictures: list[Picture], batch: int) -> t
 
 def _some(detector: Judge, pictures: list[Picture]) -> Array:
     """Return a few of them as observations, from the first to the last."""
-    return detector.observe(pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]).images
+    chosen = pictures[:: max(1, len(pictures) // IMAGES)][:IMAGES]
+    return np.concatenate([part.images for part in _batches(detector, chosen, 1)])
 
 
 def _warned(*sentences: str) -> str:

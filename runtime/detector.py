@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,6 +23,8 @@ from mdps.runtime.regions import Box, Region, find
 from mdps.runtime.registration import Aligner
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.settings import Settings
+from mdps.runtime.tiled import Tiled
+from mdps.runtime.tiles import Tiling, sheets
 from mdps.runtime.tuning import Tuning
 
 
@@ -34,6 +36,7 @@ class Result:
     `anomaly_map` [H, W] float32, larger is more anomalous; `mask` [H, W] bool, the mask of the method, made from the
     first pass's map; `posterior_sample` (the first) and `observation` [3, H, W] float32 in [-1, 1]; `times` in ms:
     preprocess, first_pass, masked_pass, score, total (in a batch: the batch's time divided by its images).
+    Of a picture that was judged in tiles H and W are its own at their scale, and the last two float16.
     `early_exit`: the picture skipped the masked pass, so that score, map and sample are the first pass's.
 
     `regions` are the connected parts of the map above `pixel_limit`, the highest peak first (`runtime.regions`): at
@@ -106,6 +109,11 @@ class Detector:
         self._process = os.getpid()
 
     @property
+    def tiles(self) -> Tiling | None:
+        """How it cuts photographs into tiles, judging one at a time; None where it resizes them."""
+        return self.manifest.tiles
+
+    @property
     def settings(self) -> Settings:
         """The bundle's settings, with a tuning's sampler or the samples, seed and early exit it was loaded with."""
         return self._settings
@@ -136,6 +144,8 @@ class Detector:
 
         Raises ImageError for the first bad picture, and as `inspect`.
         """
+        if self.tiles and len(images) > 1:  # one of them may fill the memory
+            return [self(image) for image in images]
         if not images:
             return []
         start = time.perf_counter()
@@ -148,7 +158,15 @@ class Detector:
 
         May be called beside a call that judges.
         """
-        return observe(images, *self._views, self._aligner)
+        view, photograph = self._views
+        if self.tiles:
+            return sheets(images, view, self.tiles, photograph, self._aligner)
+        return observe(images, view, photograph, self._aligner)
+
+    def watch_tiles(self, told: Callable[[int, int], object]) -> None:
+        """Call `told` with how many of how many tiles of a picture were judged, as they are."""
+        if isinstance(self._pipeline, Tiled):
+            self._pipeline.progress = told
 
     def judge(self, observations: Views) -> list[Result]:
         """B results for pictures that `observe` was run on before, or `preprocessing`: float32 [B, 3, H, W], B >= 1.
@@ -158,7 +176,8 @@ class Detector:
         given = Observations.of(observations)
         if self._aligner is not None and len(given.poses) != len(given):
             raise ImageError("this product's parts are aligned: give what this detector's `observe` returns")
-        return self._judge(given, 0.0, time.perf_counter())
+        parts = [given[index : index + 1] for index in range(len(given))] if self.tiles else [given]
+        return [result for part in parts for result in self._judge(part, 0.0, time.perf_counter())]
 
     def _judge(self, observations: Observations, preprocess: float, start: float) -> list[Result]:
         found = self.inspect(observations)
@@ -179,7 +198,8 @@ class Detector:
     ) -> Inspection:
         """The arrays behind results, for float32 [B, 3, H, W] in [-1, 1]; `mask_range` overrides the calibrated one.
 
-        A tuned detector that reads photographs takes what `observe` returns, and nothing less.
+        A tuned detector that reads photographs takes what `observe` returns, and nothing less. One that judges in tiles
+        takes one picture as `observe` returns it, or tiles as arrays.
         `early_exit` False takes every image through both passes, whatever the settings say.
         Raises ImageError for observations of another shape, dtype or with NaN, CalibrationError where the mask range is
         frozen and not known, BackendError where the engine fails or gives NaN, after `close`, and in a forked process.
@@ -307,7 +327,7 @@ class Detector:
             anomaly_map=found.anomaly_map[index, 0],
             mask=found.mask[index, 0] > 0.5,
             posterior_sample=samples[index * (len(samples) // len(found.anomaly_map))] if len(samples) else None,
-            observation=observations.images[index],
+            observation=observations.whole(index),
             times=dict(times),
             early_exit=bool(found.early_exit[index]),
             judged_by="tuned" if found.tuned is not None and found.tuned[index] else "published",
@@ -327,8 +347,8 @@ class Detector:
             result,
             anomaly_map=back(result.anomaly_map),
             mask=back(result.mask),
-            observation=back(result.observation),
-            posterior_sample=None if sample is None else back(sample),
+            observation=back(np.asarray(result.observation, np.float32)),
+            posterior_sample=None if sample is None else back(np.asarray(sample, np.float32)),
         )
 
 

@@ -113,7 +113,7 @@ class Fused:
             with clock("photograph"):
                 feeds |= self.sessions[PHOTOGRAPH].run({"photograph": given.photographs})
         if self.few is not None:
-            feeds[SAMPLES], maps = self._reconstructed(self.few, given.images, clock)
+            feeds[SAMPLES], maps = self._reconstructed(self.few, given, clock)
         with clock("score"):
             for role, session in self.sessions.items():
                 if role not in (PHOTOGRAPH, FUSION):
@@ -122,12 +122,12 @@ class Fused:
             found = fusion.run({name: maps[name] for name in fusion.inputs}, ["anomaly_map", "anomaly_score", "mask"])
         return found, feeds[SAMPLES][:, 0] if SAMPLES in feeds else given.images[:0]
 
-    def _reconstructed(self, few: Pipeline, images: Array, clock: Clock) -> tuple[Array, Arrays]:
+    def _reconstructed(self, few: Pipeline, given: Observations, clock: Clock) -> tuple[Array, Arrays]:
         """Samples [1, N_s, 3, H, W], and the maps of the terms that are the reconstruction's own."""
         if not self.tuning.scores:
             with clock("first_pass"):
-                return few.first_samples(images)[None], {}
-        found = few.inspect(images, None)
+                return few.first_samples(given)[None], {}
+        found = few.inspect(given, None)
         for name, spent in found.times.items():
             clock.times[name] += spent
         own = [term.name for term in self.tuning.terms if term.kind == "map"]

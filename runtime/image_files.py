@@ -169,23 +169,26 @@ def known_headers(paths: Sequence[Path]) -> tuple[list[Path], list[Header]]:
     return files, headers
 
 
-def odd_pictures(paths: Sequence[Path], preprocessing: Framing) -> list[str]:
-    """Sentences about image files that are to be judged. Files that cannot be read are passed over."""
+def odd_pictures(paths: Sequence[Path], preprocessing: Framing | None) -> list[str]:
+    """Sentences about image files that are to be judged. Files that cannot be read are passed over.
+
+    `preprocessing` is None where pictures keep their size.
+    """
     files, headers = known_headers(paths)
     said = [*deep(files, headers)]
-    if preprocessing.roi is None:  # the region of interest has one size, whatever the pictures'
+    if preprocessing is not None and preprocessing.roi is None:  # a region has one size, whatever the pictures'
         said += small(files, headers, preprocessing.image_size)
         said += sizes(files, headers, preprocessing.image_size) if _aspects_differ(headers) else ()
     return said
 
 
-def odd_picture(image: "Image.Image", preprocessing: Framing) -> list[str]:
-    """Sentences about one picture that is to be judged."""
-    height, width = preprocessing.image_size
+def odd_picture(image: "Image.Image", preprocessing: Framing | None) -> list[str]:
+    """Sentences about one picture that is to be judged; `preprocessing` as of `odd_pictures`."""
     said = []
     if _is_deep(image.mode):
         said.append(f"the image has more than 8 bits: {_DARK}")
-    if preprocessing.roi is None and _is_small(image.size, preprocessing.image_size):
+    if preprocessing and preprocessing.roi is None and _is_small(image.size, preprocessing.image_size):
+        height, width = preprocessing.image_size
         said.append(
             f"the image is much smaller ({image.width} x {image.height}) than the {width} x {height} it is enlarged to"
         )

@@ -21,6 +21,7 @@ from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
 from mdps.runtime.session import ChunkedSession, Session
+from mdps.runtime.tiled import Tiled, check_tiled
 from mdps.runtime.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def load_bundle(bundle: Bundle, options: LoadOptions) -> Detector:
     manifest, sampler = bundle.manifest, bundle.settings.sampler
     for one_pass in sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, sampler.time_index, one_pass, sampler.eta_ddim)
+    if manifest.tiles:
+        check_tiled(bundle.settings)
     calibration = _calibration(bundle, options) if options.calibrated else None
     exit_limit(calibration, sampler.early_exit, str(bundle.path))  # the detector says so too, but after its engines
 
@@ -205,12 +208,20 @@ class _Opener:
 
     def inspector(self) -> Inspector:
         """Return what judges as the bundle is asked to."""
-        return self._loop() if self.bundle.tuning is None else self._fused(self.bundle.tuning)
+        tuning, manifest = self.bundle.tuning, self.bundle.manifest
+        whole = self._loop() if tuning is None else self._fused(tuning)
+        if manifest.tiles is None:
+            return whole
+        size, photograph = manifest.preprocessing.network_size, tuning.photograph if tuning else None
+        return Tiled(whole, manifest.tiles, size, photograph)
 
     def _loop(self) -> Inspector:
-        """The whole loop on a card where engine and settings allow that, else sessions and a loop here, compared."""
+        """The whole loop on a card where engine and settings allow that, else sessions and a loop here, compared.
+
+        The loop on a card has one noise for all images, and tiles each have theirs.
+        """
         inspector = None
-        if self.card is not None:
+        if self.card is not None and self.bundle.manifest.tiles is None:
             module = card_module_of(self.engine)
             inspector = module.open_bundle(self.engine, self.bundle, self.options, self.card)
         if inspector is None:

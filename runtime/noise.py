@@ -36,6 +36,9 @@ class Noise(Protocol):
     def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
         """Noise of mean 0 and variance 1, [images * samples, 3, H, W], the same for every image, image-major."""
 
+    def placed(self, corners: NDArray[np.intp]) -> "Noise":
+        """Return that of tiles with these upper left corners [B, 2] in their pictures; see `NoiseBank.placed`."""
+
 
 @dataclass(frozen=True)
 class NoiseBank:
@@ -69,6 +72,20 @@ class NoiseBank:
             noise = self._keep(key, np.tile(noise[:samples], (images, 1, 1, 1)))
         return noise if len(noise) == count else noise[:count]
 
+    def placed(self, corners: NDArray[np.intp]) -> "Placed":
+        """Return that of tiles: a pixel of a picture meets the same noise in whatever tile it lies.
+
+        The noise of a picture is this one's field repeated, which does not show where every pixel is drawn by itself;
+        fields of simplex noise go on without an edge. `corners` [B, 2] are rows and columns of the picture.
+        """
+        return Placed(self, tuple((int(top), int(left)) for top, left in corners))
+
+    def tile(self, corner: tuple[int, int], pass_index: int, step_index: int, samples: int) -> NDArray[np.float32]:
+        """Return float32 [samples, 3, H, W] for the tile in this corner."""
+        if self.kind == "simplex":
+            return np.stack([self._one(sample, pass_index, step_index, corner) for sample in range(samples)])
+        return np.roll(self.draw(pass_index, step_index, samples), (-corner[0], -corner[1]), axis=(2, 3))
+
     def _keep(self, key: tuple[int, int, int], noise: NDArray[np.float32]) -> NDArray[np.float32]:
         noise.setflags(write=False)
         others = sum(kept.nbytes for other, kept in self._kept.items() if other != key)
@@ -76,29 +93,54 @@ class NoiseBank:
             self._kept[key] = noise
         return noise
 
-    def _one(self, sample: int, pass_index: int, step_index: int) -> NDArray[np.float32]:
+    def _one(
+        self, sample: int, pass_index: int, step_index: int, corner: tuple[int, int] = (0, 0)
+    ) -> NDArray[np.float32]:
         if self.antithetic and sample % 2:
-            return -self._one(sample - 1, pass_index, step_index)
+            return -self._one(sample - 1, pass_index, step_index, corner)
         key = np.random.SeedSequence([self.seed, sample, pass_index, step_index + 1, *self.shape])
         stream = np.random.RandomState(np.random.MT19937(key))
         if self.kind == "simplex":
-            return simplex_noise(stream, self.shape)
+            return simplex_noise(stream, self.shape, corner)
         return stream.standard_normal(self.shape).astype(np.float32)
 
 
-def simplex_noise(stream: "np.random.RandomState", shape: tuple[int, int, int]) -> NDArray[np.float32]:
+@dataclass(frozen=True)
+class Placed:
+    """The noise of a bank for tiles with these corners, an image each."""
+
+    bank: NoiseBank
+    corners: tuple[tuple[int, int], ...]
+
+    def draw(self, pass_index: int, step_index: int, samples: int, images: int = 1) -> NDArray[np.float32]:
+        """Float32 [images * samples, 3, H, W] for the first so many tiles."""
+        return np.concatenate(
+            [self.bank.tile(corner, pass_index, step_index, samples) for corner in self.corners[:images]]
+        )
+
+    def placed(self, corners: NDArray[np.intp]) -> "Placed":
+        """Return that of tiles in other corners."""
+        return self.bank.placed(corners)
+
+
+def simplex_noise(
+    stream: "np.random.RandomState", shape: tuple[int, int, int], corner: tuple[int, int] = (0, 0)
+) -> NDArray[np.float32]:
     """Return float32 [C, H, W], each channel a field of its own; mean 0, variance 1 over draws, not within one of them.
+
+    `corner` is the row and column at which the fields are entered.
 
     Ken Perlin's two-dimensional simplex noise in several octaves (AnoDDPM, Wyatt et al. 2022), in NumPy alone: packages
     on PyPI need a compiler at run time to be of use here, and their streams may change. After the frozen stream of
     RandomState there are only additions, multiplications, square roots and lookups in double precision, which IEEE 754
     rounds in one way; nothing is summed: the same numbers on every machine and for ever.
     """
-    return np.stack([_field(stream, *shape[1:]) for _ in range(shape[0])])
+    return np.stack([_field(stream, *shape[1:], *corner) for _ in range(shape[0])])
 
 
-def _field(stream: "np.random.RandomState", height: int, width: int) -> NDArray[np.float32]:
-    rows, columns = np.arange(height, dtype=np.float64)[:, None], np.arange(width, dtype=np.float64)[None]
+def _field(stream: "np.random.RandomState", height: int, width: int, top: int, left: int) -> NDArray[np.float32]:
+    rows = np.arange(top, top + height, dtype=np.float64)[:, None]
+    columns = np.arange(left, left + width, dtype=np.float64)[None]
     total = np.zeros((height, width))
     for octave in range(OCTAVES):
         hashes = stream.permutation(256)

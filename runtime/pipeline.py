@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import BackendError, CalibrationError
 from mdps.runtime.graphs import SCORE, Graphs
 from mdps.runtime.noise import Noise
-from mdps.runtime.preprocessing import Views, images_of
+from mdps.runtime.preprocessing import Observations, Views
 from mdps.runtime.sampler import alone, posterior_sampling, step_scalars
 from mdps.runtime.schedule import NoiseSchedule, Step
 from mdps.runtime.session import Arrays, Session
@@ -98,19 +98,19 @@ class Pipeline:
         self, observations: Views, mask_range: tuple[float, float] | None, exit_limit: float | None = None
     ) -> Inspection:
         check_range(self.settings, mask_range)
-        images = chunks(images_of(observations), self.at_once)
-        found = joined([self._inspect(chunk, mask_range, exit_limit) for chunk in images])
+        parts = apart(observations, self.at_once)
+        found = joined([self._inspect(part, mask_range, exit_limit) for part in parts])
         check_finite(found.anomaly_map, found.anomaly_score)
         return found
 
     def _inspect(
-        self, observations: Array, mask_range: tuple[float, float] | None, exit_limit: float | None
+        self, given: Observations, mask_range: tuple[float, float] | None, exit_limit: float | None
     ) -> Inspection:
-        clock = Clock()
+        clock, observations = Clock(), given.images
         features = self._features(observations, clock)
-        samples, first = self._first(observations, features, mask_range, clock)
+        samples, first = self._first(given, features, mask_range, clock)
         leaves = first["anomaly_score"] <= (-np.inf if exit_limit is None else exit_limit)  # never a NaN
-        batch = _Batch(observations, features, first["mask"], samples)
+        batch = _Batch(given, features, first["mask"], samples)
         samples, found = self._last(batch, first, ~leaves, mask_range, clock)
         return Inspection(
             anomaly_map=found["anomaly_map"],
@@ -125,16 +125,16 @@ class Pipeline:
 
     def first_maps(self, observations: Views) -> Array:
         clock, parts = Clock(), []
-        for chunk in chunks(images_of(observations), self.at_once):
-            _, found = self._first(chunk, self._features(chunk, clock), (0.0, 1.0), clock)
+        for part in apart(observations, self.at_once):
+            _, found = self._first(part, self._features(part.images, clock), (0.0, 1.0), clock)
             parts.append(found)
         maps, scores = (np.concatenate([part[name] for part in parts]) for name in ("anomaly_map", "anomaly_score"))
         check_finite(maps, scores)
         return maps
 
-    def first_samples(self, observations: Array) -> Array:
+    def first_samples(self, given: Observations) -> Array:
         """Return the samples of the first pass, of which nothing is scored."""
-        return self._sample(0, observations, np.ones_like(observations[:, :1]))
+        return self._sample(0, given, np.ones_like(given.images[:, :1]))
 
     def predicted_noise(self, noised: Array, step: Step) -> Array:
         session = self.graphs.step(self.settings.sampler.first_pass.guidance_scale)
@@ -160,13 +160,13 @@ class Pipeline:
             return {} if features is None else features.run({"image": observations})
 
     def _first(
-        self, observations: Array, features: Arrays, mask_range: tuple[float, float] | None, clock: "Clock"
+        self, given: Observations, features: Arrays, mask_range: tuple[float, float] | None, clock: "Clock"
     ) -> tuple[Array, Arrays]:
         """Samples of the unmasked pass, and what the score graph says of them."""
         with clock("first_pass"):
-            samples = self.first_samples(observations)
+            samples = self.first_samples(given)
         with clock("score"):
-            return samples, self._score(samples, observations, features, mask_range)
+            return samples, self._score(samples, given.images, features, mask_range)
 
     def _last(
         self,
@@ -189,14 +189,15 @@ class Pipeline:
     def _masked(self, batch: "_Batch", mask_range: tuple[float, float] | None, clock: "Clock") -> tuple[Array, Arrays]:
         """Samples of the masked pass, and map and score of them."""
         with clock("masked_pass"):
-            samples = self._sample(1, batch.observations, batch.mask, batch.samples)
+            samples = self._sample(1, batch.given, batch.mask, batch.samples)
         with clock("score"):
             wanted = ("anomaly_map", "anomaly_score")
-            return samples, self._score(samples, batch.observations, batch.features, mask_range, wanted)
+            return samples, self._score(samples, batch.given.images, batch.features, mask_range, wanted)
 
-    def _sample(self, pass_index: int, observations: Array, mask: Array, previous: Array | None = None) -> Array:
+    def _sample(self, pass_index: int, given: Observations, mask: Array, previous: Array | None = None) -> Array:
+        noise = self.noise if given.corners is None else self.noise.placed(given.corners)
         *_, last = posterior_sampling(
-            self.graphs, self.schedule, self.settings.sampler, observations, mask, pass_index, self.noise, previous,
+            self.graphs, self.schedule, self.settings.sampler, given.images, mask, pass_index, noise, previous,
             reuse=True,
         )  # fmt: skip
         return last.x
@@ -221,7 +222,7 @@ class Pipeline:
 class _Batch:
     """The part of the first pass that the masked one needs."""
 
-    observations: Array
+    given: Observations
     features: Arrays
     mask: Array
     samples: Array
@@ -229,7 +230,9 @@ class _Batch:
     def pick(self, images: NDArray[np.bool_], rows: NDArray[np.bool_]) -> "_Batch":
         """Only some of the images, whose samples are `rows`."""
         features = {name: array[images] for name, array in self.features.items()}
-        return _Batch(self.observations[images], features, self.mask[images], self.samples[rows])
+        corners = None if self.given.corners is None else self.given.corners[images]
+        given = Observations(self.given.images[images], corners=corners)
+        return _Batch(given, features, self.mask[images], self.samples[rows])
 
 
 def _replaced(old: Array, where: NDArray[np.bool_], new: Array) -> Array:
@@ -280,6 +283,12 @@ def check_finite(maps: Array, scores: Array) -> None:
 def chunks(observations: Array, size: int) -> list[Array]:
     """The images in parts of at most `size`."""
     return [observations[start : start + size] for start in range(0, len(observations), size)]
+
+
+def apart(observations: Views, size: int) -> list[Observations]:
+    """Return the same of all views of the images."""
+    given = Observations.of(observations)
+    return [given[start : start + size] for start in range(0, len(given), size)]
 
 
 def joined(parts: Sequence[Inspection]) -> Inspection:

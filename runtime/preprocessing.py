@@ -1,7 +1,7 @@
 """From a picture of any kind to the observation [3, H, W] the network sees, for training too; all views of pictures."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias, Union
 
@@ -93,14 +93,16 @@ class Preprocessing(Record):
         """Observation of what `read_image` made of the picture `name`, which an ImageError names."""
         from PIL import Image
 
-        box = self._roi_box(picture.size, name)
         height, width = self.image_size
-        # Cutting before resizing keeps pixels outside the region from bleeding in.
-        picture = picture.crop(box)
+        picture = self.region(picture, name)  # cut before it is resized: no pixels outside it bleed in
         # Two calls, because Pillow's releases differ in which axis goes first and it rounds in between.
         for size in ((width, picture.height), (width, height)):
             picture = picture.resize(size, Image.Resampling.BILINEAR)
         return to_unit(np.asarray(picture.crop(self._crop_box())))
+
+    def region(self, picture: "Image.Image", name: str) -> "Image.Image":
+        """Return the region of interest of the picture `name`, all of it where there is none."""
+        return picture.crop(self._roi_box(picture.size, name)) if self.roi else picture
 
     def covered_box(self, size: tuple[int, int]) -> Box:
         """(left, top, right, bottom) in pixels of an upright original of `size` (W, H) that the observation shows.
@@ -136,21 +138,27 @@ class Observations:
 
     Both are float32 in [-1, 1]. `photographs` is None for a detector that reads none. `boxes` are what of each upright
     original the images show, in its pixels; None for arrays that were never pictures. `poses` say how each picture lay
-    before it was aligned; there are none for a detector that aligns nothing.
+    before it was aligned; there are none for a detector that aligns nothing. `corners` [B, 2] are the rows and columns
+    at which tiles of a picture begin in it; None of whole pictures.
     """
 
     images: Array
     photographs: Array | None = None
     boxes: tuple[Box, ...] | None = None
     poses: tuple[Pose, ...] = ()
+    corners: NDArray[np.intp] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, rows: slice) -> Self:
-        photographs = None if self.photographs is None else self.photographs[rows]
-        boxes = None if self.boxes is None else self.boxes[rows]
-        return type(self)(self.images[rows], photographs, boxes, self.poses[rows])
+        own = {name: view[rows] for name, view in vars(self).items() if view is not None}
+        return replace(self, **own)
+
+    def whole(self, index: int) -> Array:
+        """Return all that is seen of one picture, [3, H, W], to be looked at."""
+        view: Array = self.images[index]
+        return view
 
     @classmethod
     def of(cls, given: "Self | Array") -> "Self":

@@ -75,7 +75,7 @@ def calibrate_folder(
     _read_all(images, manifest.preprocessing)
     manifest = manifest.with_alignment(asked.product, _alignment(bundle, manifest, asked.product, images, align))
     with load_bundle(Bundle.of(bundle, manifest, asked), asked) as detector:
-        for sentence in odd_pictures(images, detector.preprocessing):
+        for sentence in odd_pictures(images, None if detector.tiles else detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
         calibration = calibrated(detector, images, false_alarm_rate)
     if calibration.doubt:

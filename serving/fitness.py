@@ -1,5 +1,6 @@
 """Whether a detector sees defects on the parts it was calibrated on: puts some into images of good ones and looks."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from PIL import Image
 from mdps.runtime.detector import Result
 from mdps.runtime.fitness import Fitness, Found
 from mdps.runtime.preprocessing import Picture, Preprocessing, read_image
+from mdps.runtime.tiles import Tiling
 from mdps.serving.defects import SIZES, Defect, plan, put
 
 MOST_SIDE = 1024
@@ -21,6 +23,10 @@ class Judge(Protocol):
     """A detector, as far as it is needed here."""
 
     preprocessing: Preprocessing
+
+    @property
+    def tiles(self) -> Tiling | None:
+        """How it cuts pictures into tiles, judging one at a time."""
 
     def batch(self, images: Sequence[Picture]) -> list[Result]:
         """Judge pictures."""
@@ -45,32 +51,47 @@ def measure(
     """
     rows = plan(len(good), per_kind, seed)
     scores: list[float] = []
-    for start in range(0, len(rows), _BATCH):
-        some = range(start, min(start + _BATCH, len(rows)))
-        made = [defective(detector.preprocessing, good, rows[index], [seed, index]).image for index in some]
+    batch = 1 if detector.tiles else _BATCH
+    for start in range(0, len(rows), batch):
+        some = range(start, min(start + batch, len(rows)))
+        made = [
+            defective(detector.preprocessing, good, rows[index], [seed, index], detector.tiles).image for index in some
+        ]
         scores += [result.score for result in detector.batch(made)]
         progress(len(scores), len(rows))
     return told([(kind, size) for kind, size, _, _ in rows], scores, threshold, good_scores)
 
 
 def defective(
-    preprocessing: Preprocessing, good: Sequence[Picture], row: tuple[str, str, int, int], seed: Sequence[int]
+    preprocessing: Preprocessing,
+    good: Sequence[Picture],
+    row: tuple[str, str, int, int],
+    seed: Sequence[int],
+    tiles: Tiling | None = None,
 ) -> Defect:
-    """Return the photograph of a row of `plan`, with its defect in what the preprocessing shows of it."""
+    """Return the photograph of a row of `plan`, with its defect in what the preprocessing shows of it.
+
+    Of a picture that is judged in tiles that is a region as large as one, anywhere in it.
+    """
     kind, size, at, other = row
-    image, second = (_photograph(preprocessing, good[index]) for index in (at, other))
+    stream = np.random.default_rng(seed)
+    image, second = (_photograph(preprocessing, good[index], tiles) for index in (at, other))
     rows, columns = _shown(preprocessing, image)
     others = _shown(preprocessing, second)
-    defect = put(kind, size, image[rows, columns], second[others], np.random.default_rng(seed))
+    if tiles:
+        side = tuple(math.ceil(length / tiles.scale) for length in preprocessing.network_size)
+        rows, columns = _within((rows, columns), side, stream)
+        others = _within(others, side, stream)
+    defect = put(kind, size, image[rows, columns], second[others], stream)
     mask = np.zeros(image.shape[:2], dtype=np.bool_)
     image[rows, columns], mask[rows, columns] = defect.image, defect.mask
     return Defect(kind, size, image, mask)
 
 
-def _photograph(preprocessing: Preprocessing, picture: Picture) -> NDArray[np.uint8]:
-    """Return the pixels [H, W, 3], of at most `MOST_SIDE` a side; those a region is cut from stay as many."""
+def _photograph(preprocessing: Preprocessing, picture: Picture, tiles: Tiling | None) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3], of at most `MOST_SIDE` a side; those a region or tiles are cut from stay as many."""
     image = read_image(picture)
-    if preprocessing.roi is None:
+    if preprocessing.roi is None and tiles is None:
         image.thumbnail((MOST_SIDE, MOST_SIDE), Image.Resampling.BOX)
     return np.array(image)
 
@@ -78,6 +99,15 @@ def _photograph(preprocessing: Preprocessing, picture: Picture) -> NDArray[np.ui
 def _shown(preprocessing: Preprocessing, image: NDArray[np.uint8]) -> tuple[slice, slice]:
     left, top, right, bottom = preprocessing.covered_box((image.shape[1], image.shape[0]))
     return slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
+
+
+def _within(whole: tuple[slice, slice], side: Sequence[int], stream: np.random.Generator) -> tuple[slice, slice]:
+    """Return a part of `side` (H, W) of a region, or all of it where it is smaller."""
+    begins = [
+        s.start + int(stream.integers(max(1, s.stop - s.start - n + 1))) for s, n in zip(whole, side, strict=True)
+    ]
+    rows, columns = (slice(b, min(b + n, s.stop)) for b, n, s in zip(begins, side, whole, strict=True))
+    return rows, columns
 
 
 def told(names: Sequence[tuple[str, str]], defective: ArrayLike, threshold: float, good: ArrayLike) -> Fitness:

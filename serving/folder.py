@@ -21,9 +21,11 @@ from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, find_images, odd_pictures, open_file
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.regions import Region
-from mdps.serving.overlay import HeatRange, heat_range, npy, own_range, png, strip
+from mdps.runtime.tiles import Tiling
+from mdps.serving.overlay import HeatRange, heat_picture, heat_range, npy, own_range, png, strip
 
 TABLE, REGIONS, REPORT = "results.csv", "regions.csv", "report.html"
+WHOLE = f"{OVERLAYS}/whole"
 _FORBIDDEN = frozenset('<>:"/\\|?*')  # what Windows refuses in a name
 _LONGEST = 60  # characters of up to four bytes, where a name with its suffix may have 255 bytes
 S = TypeVar("S")
@@ -43,6 +45,10 @@ class FolderDetector(BatchDetector, Protocol):
     @property
     def preprocessing(self) -> Preprocessing:
         """How its images are resized."""
+
+    @property
+    def tiles(self) -> Tiling | None:
+        """How it cuts images into tiles, judging one at a time; None where it resizes them."""
 
     @property
     def calibration(self) -> Calibration | None:
@@ -144,7 +150,8 @@ def predict(
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
-    range of the calibration, without one each in its own. Warns of images that are odd for the network before it
+    range of the calibration, without one each in its own; of photographs in tiles one more is as large as the map
+    (`overlays/whole`). Warns of images that are odd for the network before it
     judges any.
 
     Args:
@@ -161,7 +168,7 @@ def predict(
         MdpsError: an output cannot be written.
     """
     images = find_images(inputs, exclude=out)
-    for sentence in odd_pictures(images, detector.preprocessing):
+    for sentence in odd_pictures(images, None if detector.tiles else detector.preprocessing):
         warnings.warn(sentence, stacklevel=2)
     if not force:
         refuse_previous_run(out)
@@ -173,8 +180,12 @@ def predict(
         LineFile(out / TABLE, TABLE_HEADER) as table,
         LineFile(out / REGIONS, REGIONS_HEADER) as regions,
     ):
-        for found, name in zip(predictions(detector, images, batch), output_names(images), strict=True):
+        for found, name in zip(
+            predictions(detector, images, 1 if detector.tiles else batch), output_names(images), strict=True
+        ):
             row = _write_outputs(found, name, out, heat, detector.doubt)
+            if detector.tiles and not isinstance(found.result, str):
+                _write_whole(found.result, out / WHOLE / f"{name}.png", heat)
             lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
             regions.append(row.regions_csv())
@@ -263,6 +274,13 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))
     return row
+
+
+def _write_whole(result: Result, path: Path, heat_range: HeatRange | None) -> None:
+    """Write the heat over a photograph that was judged in tiles, pixel for pixel of its map."""
+    heat = heat_range or own_range(result.anomaly_map)
+    path.parent.mkdir(exist_ok=True)
+    _write(path, png(heat_picture(result.observation, result.anomaly_map, heat)))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -357,3 +375,4 @@ def _listed(out: Path) -> Iterator[Path]:
         if name.parts == (MAPS, name.name) and name.suffix == ".npy":  # a file that we name, wherever the line is from
             yield out / name
             yield out / OVERLAYS / f"{name.stem}.png"
+            yield out / WHOLE / f"{name.stem}.png"

@@ -15,6 +15,8 @@ from mdps.runtime.preprocessing import to_uint8
 Unit = NDArray[np.float32]  # [3, H, W], values in [-1, 1]
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 SMALLEST = 256  # small images are enlarged by a whole factor until their shorter side has about so many pixels
+LARGEST = 2048  # and in a strip larger ones are shrunk by one until no side has more
+_BAND = 256  # rows that are drawn together
 _GAP = 4
 _CONTOUR = (0, 255, 80)
 # Black through red and yellow to white: brighter is worse, also for a reader who sees no colours.
@@ -62,10 +64,16 @@ def strip(
         anomaly_map: [H, W], in the unit of the score.
         mask: [H, W], True where the part may be anomalous.
         heat_range: what map values are drawn as no and full heat.
+
+    Of images larger than `LARGEST` a tile shows means of pixels, and the largest values of map and mask.
     """
+    if (step := -(-max(anomaly_map.shape) // LARGEST)) > 1:
+        observation, anomaly_map = shrunk(observation, step, np.mean), shrunk(anomaly_map, step, np.max)
+        posterior_sample = None if posterior_sample is None else shrunk(posterior_sample, step, np.mean)
+        mask = shrunk(mask, step, np.max)
     factor, enlarge = _enlarger(anomaly_map)
     image = enlarge(to_uint8(observation))
-    heat = enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map)))
+    heat = enlarge(_heat_over(observation, anomaly_map, heat_range))
     contour = _draw_contour(image, np.kron(mask, np.ones((factor, factor), bool)).astype(bool))
     made = [] if posterior_sample is None else [enlarge(to_uint8(posterior_sample))]
     return _side_by_side([image, *made, heat, contour])
@@ -74,7 +82,7 @@ def strip(
 def heat_picture(observation: Unit, anomaly_map: NDArray[np.float32], heat_range: HeatRange) -> Image.Image:
     """The map's heat over the image, enlarged as in `strip`, which describes the arguments."""
     _, enlarge = _enlarger(anomaly_map)
-    return Image.fromarray(enlarge(_heat_over(to_uint8(observation), heat_range(anomaly_map))))
+    return Image.fromarray(enlarge(_heat_over(observation, anomaly_map, heat_range)))
 
 
 def plain_picture(observation: Unit) -> Image.Image:
@@ -93,7 +101,7 @@ def png(image: Image.Image) -> bytes:
 def npy(array: NDArray[Any]) -> bytes:
     """Return `array` as the bytes of a float32 file of NumPy's."""
     buffer = io.BytesIO()
-    np.save(buffer, array.astype(np.float32), allow_pickle=False)
+    np.save(buffer, np.asarray(array, dtype=np.float32), allow_pickle=False)
     return buffer.getvalue()
 
 
@@ -109,12 +117,27 @@ def thumbnail(image: Image.Image, width: int = 520) -> bytes:
 def _enlarger(plane: NDArray[np.float32]) -> tuple[int, Callable[[Pixels], Pixels]]:
     """Return by which factor pictures of the size of `plane` [H, W] are enlarged, and the function that does it."""
     height, width = plane.shape
-    factor = max(1, round(SMALLEST / min(height, width)))
+    factor = max(1, min(round(SMALLEST / min(height, width)), LARGEST // max(height, width)))
     size = (width * factor, height * factor)
     return factor, lambda pixels: np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
 
 
-def _heat_over(pixels: Pixels, heat: NDArray[np.float64]) -> Pixels:
+def shrunk(array: NDArray[Any], step: int, how: Callable[..., NDArray[Any]]) -> NDArray[Any]:
+    """Return [.., H, W] with blocks of `step` x `step` made one pixel by `how`; the last ones may be smaller."""
+    height, width = array.shape[-2:]
+    rows = [how(array[..., top : top + step, :], axis=-2, keepdims=True) for top in range(0, height, step)]
+    columns = np.concatenate(rows, axis=-2)
+    parts = [how(columns[..., left : left + step], axis=-1, keepdims=True) for left in range(0, width, step)]
+    return np.concatenate(parts, axis=-1)
+
+
+def _heat_over(observation: Unit, anomaly_map: NDArray[np.float32], heat_range: HeatRange) -> Pixels:
+    """Draw some rows after others: a photograph may have more than are worth their memory at once."""
+    bands = [slice(top, top + _BAND) for top in range(0, len(anomaly_map), _BAND)]
+    return np.concatenate([_mixed(to_uint8(observation[:, one]), heat_range(anomaly_map[one])) for one in bands])
+
+
+def _mixed(pixels: Pixels, heat: NDArray[np.float64]) -> Pixels:
     """Mixes the heat's colour into the image made grey and dark: no colour of the part itself looks like heat."""
     colours = np.stack([np.interp(heat, _HEAT_AT, [stop[c] for stop in _HEAT]) for c in range(3)], axis=-1)
     grey = pixels.mean(axis=2, keepdims=True) * 0.5

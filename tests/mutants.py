@@ -181,6 +181,27 @@ MUTANTS = (
         ("test_sampler::test_a_result_depends_on_neither_batch_nor_order[paper]",),
     ),
     Mutant(
+        "tile-noise", "NoiseBank.tile",
+        "return np.roll(self.draw(pass_index, step_index, samples), (-corner[0], -corner[1]), axis=(2, 3))",
+        "return self.draw(pass_index, step_index, samples)",
+        "the noise of a pixel depends on the tile it lies in",
+        ("test_tiles::test_a_pixel_meets_the_same_noise_in_every_tile[gaussian]",),
+    ),
+    Mutant(
+        "tile-weights", "shares",
+        "np.sin(np.pi * (np.arange(tile) + 0.5) / tile) ** 2",
+        "np.ones(tile)",
+        "all of a tile counts the same, so that its border shows",
+        ("test_tiles::test_a_tile_counts_little_at_its_borders_but_at_those_of_the_picture",),
+    ),
+    Mutant(
+        "tile-score", "score",
+        "count = min(settings.top, values.size)",
+        "count = min(4 * settings.top, values.size)",
+        "the score of a photograph counts other pixels than a tile's",
+        ("test_tiles::test_the_score_is_the_score_graphs[top_mean]",),
+    ),
+    Mutant(
         "noise-key", "NoiseBank._one",
         "[self.seed, sample, pass_index, step_index + 1, *self.shape]",
         "[self.seed, sample, 0, step_index + 1, *self.shape]",

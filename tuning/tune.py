@@ -85,6 +85,10 @@ def tune(
     """
     refuse_tests(good)
     paths, manifest = find_images([good]), Manifest.read(bundle)
+    require(
+        manifest.tiles is None,
+        f"{bundle} judges photographs in tiles, and a tuning is of whole ones: calibrate it, or export without --scale",
+    )
     parts = split(len(paths))
     for sentence in (doubt_of(len(paths)), *odd_pictures(paths, manifest.preprocessing)):
         if sentence:

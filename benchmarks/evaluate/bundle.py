@@ -59,9 +59,10 @@ class BundlePredictor:
         **fields: Unpack[LoadFields],
     ) -> None:
         require(batch >= 1, f"batch {batch} should be at least 1")
-        self._bundle, self._batch = bundle, batch
+        self._bundle = bundle
         options = replace(replace(options or LoadOptions(), **fields), max_batch=max(8, batch))
         self.manifest = Manifest.read(bundle)
+        self._batch = 1 if self.manifest.tiles else batch
         asked = self.manifest.settings if changes is None else changes(self.manifest.settings)
         asked = options.override(asked)
         check_changes(self.manifest, asked)
@@ -187,6 +188,8 @@ class BundlePredictor:
 
     def _cut(self) -> tuple[slice, slice]:
         """The part of a map that metrics are taken from: the authors cut map and truth to the crop."""
+        if self.manifest.tiles:
+            return slice(None), slice(None)
         (height, width), (whole_height, whole_width) = self._shown().network_size, self._detector.map_size
         top, left = (whole_height - height) // 2, (whole_width - width) // 2
         return slice(top, top + height), slice(left, left + width)

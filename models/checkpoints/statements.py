@@ -50,7 +50,7 @@ class CheckpointOptions:
     num_head_channels: Annotated[int | None, Option("Channels of a head, instead of --num-heads.", low=1)] = None
     new_attention_order: Annotated[
         bool | None,
-        Option("Order of queries, keys, values.", flag="--new-attention-order/--legacy-attention-order"),
+        Option("Order of queries, keys, values.", flag="--new-attention-order/--legacy-attention-order", seldom=True),
     ] = None
     schedule: Annotated[NoiseSchedule | None, Option("Noise schedule of training.", choices=SCHEDULES)] = None
     prediction: Annotated[Prediction | None, Option("What the network predicts.")] = None

@@ -199,7 +199,7 @@ def observe(picture: Image.Image | NDArray[np.uint8], detector: Detector, notes:
     and for a part that was not aligned.
     """
     if isinstance(picture, Image.Image):
-        notes += odd_picture(picture, detector.preprocessing)
+        notes += odd_picture(picture, None if detector.tiles else detector.preprocessing)
     try:
         seen = detector.observe([picture])
     except ImageError as error:

@@ -39,7 +39,7 @@ def mdps_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess
 class FakeDetector:
     """Scores by brightness; has what a report asks for."""
 
-    calibration, doubt = None, ""
+    calibration, doubt, tiles = None, "", None
     manifest = SimpleNamespace(name="fake")
     preprocessing = Preprocessing((16, 16))
     provenance = {"bundle": "fake", "settings": {"samples": 1}}  # noqa: RUF012 - never changed
@@ -380,8 +380,9 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
         "--method ddim --no-mask-pass --mask-lambda 0.2 --mask-range frozen "
         "--samples 3 --seed 7 --backbone resnet18 --backbone-weights w.pth --stages 2,3 --eta 0.5 --pixel squared "
         "--feature-size 96 --smoothing-sigma 1.5 --top 20 "
-        "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 "
-        "--num-heads 4 --norm-groups 16 --new-attention-order --prediction v --schedule cosine"
+        "--crop input --crop-size 56 --roi 1 2 30 40 --image-size 64 --scale 0.5 "
+        "--set overlap=0.25 --set count-nodes=yes "
+        "--num-heads 4 --norm-groups 16 --set new-attention-order=yes --prediction v --schedule cosine"
     )
     assert run(export, text.split()) == 0
     load = CheckpointOptions(64, 4, None, True, NoiseSchedule.cosine(), "v", 16)
@@ -391,6 +392,7 @@ def test_every_export_option_reaches_the_export(exported: list[tuple[Any, ...]])
         backbone_weights=Path("w.pth"), stages=(2, 3), eta=0.5, pixel="squared", noise="simplex", method="ddim",
         feature_size=96, smoothing_sigma=1.5, top=20,
         mask_lambda=0.2, mask_range="frozen", crop="input", crop_size=56, roi=(1, 2, 30, 40), load=load,
+        scale=0.5, overlap=0.25, count_nodes=True,
     )  # fmt: skip
     assert exported == [(Path("a.pt"), Path("b"), options, True)]
 

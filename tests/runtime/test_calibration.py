@@ -26,7 +26,7 @@ class BrightnessDetector:
     def __init__(self, mask_range="per-image", noise="simplex"):  # of which nothing is said
         sampler = replace(paper_settings((2, 2)).sampler, noise=noise)
         self.settings = replace(paper_settings((2, 2)), sampler=sampler, mask=MaskSettings(0.1, mask_range))
-        self.engine, self.tuned, self.aligned, self.denoises = "onnxruntime", "", "", True
+        self.engine, self.tuned, self.aligned, self.denoises, self.tiles = "onnxruntime", "", "", True, None
         self.given, self.sizes = [], []
         self.schedule = NoiseSchedule.linear()
 

@@ -24,6 +24,7 @@ class Fake:
     """Scores by the largest deviation from the clean image, or by noise."""
 
     blind: bool = False
+    tiles: None = None
     preprocessing: Preprocessing = field(default_factory=lambda: Preprocessing((32, 32)))
     seen: list[NDArray[np.uint8]] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ from mdps.serving.folder import REGIONS_HEADER, TABLE_HEADER, Row, output_names,
 class BrightnessDetector:
     """Scores an image by its mean, so that a result tells which image it belongs to."""
 
-    preprocessing, calibration, doubt = Preprocessing((16, 16)), None, ""
+    preprocessing, calibration, doubt, tiles = Preprocessing((16, 16)), None, "", None
 
     def __init__(self, threshold: float | None = 0.5) -> None:
         self.threshold = threshold
