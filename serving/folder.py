@@ -150,9 +150,8 @@ def predict(
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
-    range of the calibration, without one each in its own; of photographs in tiles one more is as large as the map
-    (`overlays/whole`). Warns of images that are odd for the network before it
-    judges any.
+    range of the calibration, without one each in its own; of photographs in tiles one in WHOLE is as large as the map.
+    Warns of images that are odd for the network before it judges any.
 
     Args:
         batch: images judged at once; no result depends on it.
@@ -167,25 +166,21 @@ def predict(
             inputs where outputs would be written.
         MdpsError: an output cannot be written.
     """
-    images = find_images(inputs, exclude=out)
+    images, batch = find_images(inputs, exclude=out), 1 if detector.tiles else batch
     for sentence in odd_pictures(images, None if detector.tiles else detector.preprocessing):
         warnings.warn(sentence, stacklevel=2)
     if not force:
         refuse_previous_run(out)
     _refuse_inputs_in(out, images)
     _prepare(out)
-    rows, heat = [], heat_range(detector.calibration)
+    rows, heat, judged = [], heat_range(detector.calibration), predictions(detector, images, batch)
     with (
         LineFile(out / LINES, once_owned=lambda: _remove_previous_run(out)) as lines,
         LineFile(out / TABLE, TABLE_HEADER) as table,
         LineFile(out / REGIONS, REGIONS_HEADER) as regions,
     ):
-        for found, name in zip(
-            predictions(detector, images, 1 if detector.tiles else batch), output_names(images), strict=True
-        ):
-            row = _write_outputs(found, name, out, heat, detector.doubt)
-            if detector.tiles and not isinstance(found.result, str):
-                _write_whole(found.result, out / WHOLE / f"{name}.png", heat)
+        for found, name in zip(judged, output_names(images), strict=True):
+            row = _write_outputs(found, name, out, heat, detector)
             lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
             regions.append(row.regions_csv())
@@ -247,7 +242,9 @@ def _prepare(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRange | None, doubt: str) -> Row:
+def _write_outputs(
+    found: Prediction, name: str, out: Path, heat_range: HeatRange | None, detector: FolderDetector
+) -> Row:
     result = found.result
     if isinstance(result, str):
         return Row(path=str(found.path), verdict="error", error=result)
@@ -267,12 +264,14 @@ def _write_outputs(found: Prediction, name: str, out: Path, heat_range: HeatRang
         ms=round(found.ms, 3),
         early_exit=result.early_exit,
         judged_by=result.judged_by,
-        doubt=doubt or None,
+        doubt=detector.doubt or None,
         regions=None if result.pixel_limit is None else result.regions,
         **(result.alignment.told() if result.alignment else {}),
     )
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(picture))
+    if detector.tiles:
+        _write_whole(result, out / WHOLE / f"{name}.png", heat_range)
     return row
 
 
