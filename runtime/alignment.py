@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ Matrix = NDArray[np.float64]
 class Alignment(Record):
     """The reference view of a product, and how well its good parts fit it once they are moved.
 
-    `view` is a grey PNG of at most SIDE pixels a side, as base64. Of `images` good images `typical` is the median of
+    `view` is a PNG of at most SIDE pixels a side, as base64. Of `images` good images `typical` is the median of
     the residuals; a picture that leaves more than `limit` shows something else, or was not registered.
     """
 
@@ -39,14 +39,14 @@ class Alignment(Record):
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """The view [h, w]; BundleError where it is none."""
+        """The view [h, w, 3]; BundleError where it is none."""
         again = "calibrate again with --align"
         try:
-            pixels = np.asarray(read_image(base64.b64decode(self.view, validate=True)).convert("L"))
+            pixels = np.asarray(read_image(base64.b64decode(self.view, validate=True)))
         except (ValueError, ImageError) as error:
             raise BundleError(f"the reference view of an alignment cannot be read ({error}): {again}") from None
-        if max(pixels.shape) > SIDE or min(pixels.shape) < NARROWEST:
-            height, width = pixels.shape
+        height, width, _ = pixels.shape
+        if max(height, width) > SIDE or min(height, width) < NARROWEST:
             raise BundleError(f"the reference view of an alignment has {width} x {height} pixels: {again}")
         return pixels
 
@@ -75,6 +75,11 @@ class Pose:
     def moved(self) -> bool:
         """Whether the part lies off, as far as that is known."""
         return bool(any(self.shift) or self.turn)
+
+    def at(self, size: tuple[int, int]) -> Self:
+        """Return the pose in the same picture at another size."""
+        (x, y), (width, height) = self.shift, self.size
+        return replace(self, size=size, shift=(x * size[0] / width, y * size[1] / height))
 
     def told(self) -> dict[str, Any]:
         """Return plain JSON values, rounded to what is known."""

@@ -7,7 +7,6 @@ enhanced correlation coefficient (Evangelidis and Psarakis 2008). OpenCV is impo
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -32,6 +31,7 @@ FLAT = 1.0  # grey levels: of a smaller deviation nothing can be seen
 ASPECT = 1.02  # aspects nearer than that are the same
 WORST, MARGIN = 0.95, 5.0  # quantile of good parts' residuals, and how many times that a picture may leave
 FLOOR, CEILING = 0.02, 0.5  # of the limit: above its ceiling two pictures are not of one kind of part
+BLUR = 4.0  # pixels of the reference view, over which a difference at a picture's edge is evened out
 LEAST = 0.5  # of the reference that a moved picture must cover
 CANDIDATES, MOST = 8, 200  # good images that may become the reference, and that tell the limit
 
@@ -53,38 +53,52 @@ class Aligner:
     """Moves pictures of a product to where its reference view shows the part. UsageError without OpenCV."""
 
     def __init__(self, alignment: Alignment) -> None:
-        self._limit = alignment.limit
-        self._reference = Reference(alignment.pixels)
+        self._limit, self._view = alignment.limit, alignment.pixels
+        self._reference = Reference(grey(self._view))
 
     def __call__(self, picture: "Image.Image") -> tuple["Image.Image", Pose]:
-        """Return the upright RGB picture as the reference view lies, and how it lay; what comes into view is its edge.
+        """Return the upright RGB picture as the reference view lies, and how it lay.
 
-        ImageError where it is too long for OpenCV.
+        What comes into view is the reference's, as bright as the picture's edge. ImageError where OpenCV refuses its size.
         """
         from PIL import Image
 
-        pose = self.pose(picture)
+        small = reduced(picture, self._reference.size)
+        pose = self._pose(picture.size, small)
         if not pose.moved:
             return picture, pose
-        return Image.fromarray(self.moved(np.asarray(picture), pose)), pose
+        ground = Image.fromarray(self._ground(small, pose)).resize(picture.size, Image.Resampling.BILINEAR)
+        return Image.fromarray(self._reference.warped(np.asarray(picture), pose.matrix, np.array(ground))), pose
 
     def moved(self, pixels: Pixels, pose: Pose) -> Pixels:
-        """Return the pixels [H, W] or [H, W, 3] of a picture of this pose as the reference view lies."""
-        return self._reference.warped(pixels, pose.matrix, smooth=True) if pose.moved else pixels
+        """Return values [H, W] of a picture of this pose as the reference view lies, beyond its edge like it."""
+        return self._reference.warped(pixels, pose.matrix) if pose.moved else pixels
 
     def pose(self, picture: "Image.Image") -> Pose:
         """Return how the part lies in an upright picture."""
-        size, (width, height) = picture.size, self._reference.size
+        return self._pose(picture.size, reduced(picture, self._reference.size))
+
+    def _ground(self, small: Pixels, pose: Pose) -> Pixels:
+        """Return the reference view with what differs at the edge of a reduced picture going on beyond it.
+
+        A picture's edge alone would go on as streaks, which look like defects, and so would a step of brightness.
+        """
+        matrix = pose.at(self._reference.size).matrix
+        there = self._reference.warped(self._view, np.linalg.inv(matrix))
+        one, other = (np.float32(self._reference.warped(pixels, matrix)) for pixels in (small, there))
+        return np.rint(np.clip(self._view + self._reference.blurred(one - other), 0, 255)).astype(np.uint8)
+
+    def _pose(self, size: Size, small: Pixels) -> Pose:
+        width, height = self._reference.size
         if not 1 / ASPECT < size[0] * height / (size[1] * width) < ASPECT:
             return _failed(size, f"it has {size[0]} x {size[1]} pixels, another aspect than the reference view")
-        found = self._reference.find(grey(picture, (width, height)))
+        found = self._reference.find(grey(small))
         if found is None:
             return _failed(size, "nothing in it is like the reference view")
         fault = self._fault(found)
         if fault:
             return _failed(size, fault, found.residual)
-        x, y = found.shift
-        return replace(found, size=size, shift=(x * size[0] / width, y * size[1] / height))
+        return found.at(size)
 
     def _fault(self, found: Pose) -> str:
         """Return why this is not to be believed; empty where it is."""
@@ -143,22 +157,29 @@ class Reference:
                 matrix, residual = fine, left
         return Pose.of(matrix, self.size, residual) if converged else None
 
-    def warped(self, pixels: NDArray[Any], matrix: Matrix, smooth: bool = False) -> NDArray[Any]:
-        """Return the pixels with those at `matrix` @ (x, y, 1) at (x, y); beyond the edge they are like it.
+    def warped(self, pixels: NDArray[Any], matrix: Matrix, ground: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return the pixels with those at `matrix` @ (x, y, 1) at (x, y).
 
-        ImageError for more of them a side than OpenCV takes.
+        Beyond the edge they are the ground's, or like it. ImageError for more of them a side than OpenCV takes.
         """
+        border = self._cv2.BORDER_REPLICATE if ground is None else self._cv2.BORDER_TRANSPARENT
         try:
-            return self._warped(pixels, matrix, self._cv2.INTER_CUBIC if smooth else self._cv2.INTER_LINEAR)
+            return self._warped(pixels, matrix, border, ground)
         except self._cv2.error as error:
             size = " x ".join(map(str, _size(pixels)))
             raise ImageError(f"a picture of {size} pixels cannot be aligned, OpenCV refuses it: {error.err}") from None
 
-    def _warped(self, pixels: NDArray[Any], matrix: Matrix, how: int, border: int | None = None) -> NDArray[Any]:
-        border = self._cv2.BORDER_REPLICATE if border is None else border
-        flags = how | self._cv2.WARP_INVERSE_MAP
+    def blurred(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """Return float pixels without what is small."""
+        found: NDArray[Any] = self._cv2.GaussianBlur(pixels, (0, 0), BLUR)
+        return found
+
+    def _warped(
+        self, pixels: NDArray[Any], matrix: Matrix, border: int, ground: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        flags = self._cv2.INTER_LINEAR | self._cv2.WARP_INVERSE_MAP
         moved: NDArray[Any] = self._cv2.warpAffine(
-            pixels, _of_centres(matrix)[:2], _size(pixels), flags=flags, borderMode=border
+            pixels, _of_centres(matrix)[:2], _size(pixels), dst=ground, flags=flags, borderMode=border
         )
         return moved
 
@@ -194,8 +215,7 @@ class Reference:
 
     def _residual(self, view: Pixels, seen: Pixels, matrix: Matrix) -> float:
         """Return 1 - the correlation of the view and what was seen, moved, where both are there."""
-        cv2 = self._cv2
-        there = self._warped(np.ones_like(seen), matrix, cv2.INTER_NEAREST, cv2.BORDER_CONSTANT) > 0
+        there = self._warped(np.full_like(seen, 2), matrix, self._cv2.BORDER_CONSTANT) > 1
         if there.mean() < LEAST:
             return 1.0
         one, other = (pixels[there] - pixels[there].mean() for pixels in (view, self.warped(seen, matrix)))
@@ -203,11 +223,18 @@ class Reference:
         return max(0.0, 1 - float(one @ other) / norm) if norm else 1.0
 
 
-def grey(picture: "Image.Image", size: Size) -> Pixels:
-    """Return the picture [h, w] in grey, of this size (w, h)."""
+def reduced(picture: "Image.Image", size: Size) -> Pixels:
+    """Return the RGB picture [h, w, 3] at this size (w, h)."""
     from PIL import Image
 
-    return np.asarray(picture.convert("L").resize(size, Image.Resampling.BILINEAR))
+    return np.asarray(picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0))
+
+
+def grey(pixels: Pixels) -> Pixels:
+    """Return RGB pixels [h, w, 3] as levels of grey [h, w]."""
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(pixels).convert("L"))
 
 
 def reference_size(size: Size) -> Size:
@@ -228,8 +255,9 @@ def align(pictures: Sequence[Picture]) -> Alignment:
     """
     opencv()
     views = _views(_spread(pictures, MOST))
-    reference = _reference(_spread(views, CANDIDATES))
-    found = [reference.find(view) for view in views]
+    view = _midmost(_spread(views, CANDIDATES))
+    reference = Reference(grey(view))
+    found = [reference.find(grey(one)) for one in views]
     residuals = sorted(2.0 if one is None or one.residual is None else one.residual for one in found)
     worst = float(np.quantile(residuals, WORST))
     if worst > CEILING:
@@ -239,11 +267,11 @@ def align(pictures: Sequence[Picture]) -> Alignment:
             "leave out --align, or the images of other parts"
         )
     limit = min(CEILING, max(FLOOR, MARGIN * worst))
-    return Alignment(_encoded(reference.pixels), float(np.median(residuals)), limit, len(views))
+    return Alignment(_encoded(view), float(np.median(residuals)), limit, len(views))
 
 
 def _views(pictures: Sequence[Picture]) -> list[Pixels]:
-    """Return the pictures in grey, all of the size that suits the first; ImageError naming those that are not read."""
+    """Return the pictures, all of the size that suits the first; ImageError naming those that are not read."""
     views: list[Pixels] = []
     faults: list[str] = []
     size: Size | None = None
@@ -254,23 +282,23 @@ def _views(pictures: Sequence[Picture]) -> list[Pixels]:
             faults.append(str(error))
             continue
         size = size or reference_size(image.size)
-        views.append(grey(image, size))
+        views.append(reduced(image, size))
     refuse_unreadable(faults, len(pictures), "an alignment")
     return views
 
 
-def _reference(views: Sequence[Pixels]) -> Reference:
+def _midmost(views: Sequence[Pixels]) -> Pixels:
     """Return the one of the views in whose place the others lie most nearly, of the half that they fit best."""
-    candidates = [(Reference(view), [other for other in views if other is not view]) for view in views]
-    scores = []
-    for reference, others in candidates:
+    greys, scores = [grey(view) for view in views], []
+    for index, view in enumerate(greys):
+        reference, others = Reference(view), greys[:index] + greys[index + 1 :]
         found = [one for other in others if (one := reference.find(other)) is not None]
         residuals = [one.residual or 0.0 for one in found] + [1.0] * (len(others) - len(found))
         far = [np.hypot(*one.shift) + np.radians(abs(one.turn)) * max(one.size) / 2 for one in found]
         scores.append((float(np.median(residuals or [0])), float(np.median(far or [0]))))
     fit = np.median([residual for residual, _ in scores])
     best = min((far, index) for index, (residual, far) in enumerate(scores) if residual <= fit)
-    return candidates[best[1]][0]
+    return views[best[1]]
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
