@@ -30,6 +30,7 @@ SLIGHTLY, CLEARLY = (
 FLAT = 1.0  # grey levels: of a smaller deviation nothing can be seen
 ASPECT = 1.02  # aspects nearer than that are the same
 WORST, MARGIN = 0.95, 5.0  # quantile of good parts' residuals, and how many times that a picture may leave
+ALIKE = 1.5  # times the least residual: nearly as good
 FLOOR, CEILING = 0.02, 0.5  # of the limit: above its ceiling two pictures are not of one kind of part
 BLUR = 4.0  # pixels of the reference view, over which a difference at a picture's edge is evened out
 LEAST = 0.5  # of the reference that a moved picture must cover
@@ -59,7 +60,7 @@ class Aligner:
     def __call__(self, picture: "Image.Image") -> tuple["Image.Image", Pose]:
         """Return the upright RGB picture as the reference view lies, and how it lay.
 
-        What comes into view is the reference's, as bright as the picture's edge. ImageError where OpenCV refuses its size.
+        What comes into view is the reference's, as bright as the picture's edge. ImageError where OpenCV refuses it.
         """
         from PIL import Image
 
@@ -69,10 +70,6 @@ class Aligner:
             return picture, pose
         ground = Image.fromarray(self._ground(small, pose)).resize(picture.size, Image.Resampling.BILINEAR)
         return Image.fromarray(self._reference.warped(np.asarray(picture), pose.matrix, np.array(ground))), pose
-
-    def moved(self, pixels: Pixels, pose: Pose) -> Pixels:
-        """Return values [H, W] of a picture of this pose as the reference view lies, beyond its edge like it."""
-        return self._reference.warped(pixels, pose.matrix) if pose.moved else pixels
 
     def pose(self, picture: "Image.Image") -> Pose:
         """Return how the part lies in an upright picture."""
@@ -288,7 +285,7 @@ def _views(pictures: Sequence[Picture]) -> list[Pixels]:
 
 
 def _midmost(views: Sequence[Pixels]) -> Pixels:
-    """Return the one of the views in whose place the others lie most nearly, of the half that they fit best."""
+    """Return the one of the views in whose midst the others lie, of those that they fit nearly as well as the best."""
     greys, scores = [grey(view) for view in views], []
     for index, view in enumerate(greys):
         reference, others = Reference(view), greys[:index] + greys[index + 1 :]
@@ -296,9 +293,8 @@ def _midmost(views: Sequence[Pixels]) -> Pixels:
         residuals = [one.residual or 0.0 for one in found] + [1.0] * (len(others) - len(found))
         far = [np.hypot(*one.shift) + np.radians(abs(one.turn)) * max(one.size) / 2 for one in found]
         scores.append((float(np.median(residuals or [0])), float(np.median(far or [0]))))
-    fit = np.median([residual for residual, _ in scores])
-    best = min((far, index) for index, (residual, far) in enumerate(scores) if residual <= fit)
-    return views[best[1]]
+    fit = ALIKE * max(FLOOR, min(residual for residual, _ in scores))
+    return views[min((far, index) for index, (residual, far) in enumerate(scores) if residual <= fit)[1]]
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:

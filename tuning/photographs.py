@@ -12,8 +12,7 @@ from mdps.runtime.errors import CalibrationError, ImageError, refuse_unreadable
 from mdps.runtime.image_files import known_headers
 from mdps.runtime.pictures import describe, read_image
 from mdps.runtime.preprocessing import Align, Picture, Preprocessing, to_uint8, to_unit
-from mdps.runtime.registration import Aligner
-from mdps.serving.defects import Defect, plan
+from mdps.serving.defects import plan
 from mdps.serving.fitness import defective
 from mdps.tuning.value import reduced
 
@@ -154,26 +153,22 @@ def defects(
     side: int,
     per_kind: int = PER_KIND,
     seed: int = SEED,
-    align: Aligner | None = None,
+    align: Align | None = None,
 ) -> Defects:
-    """Put every kind of defect `per_kind` times into these photographs, all by one seed, and align what comes of it."""
+    """Align these photographs, and put every kind of defect into them `per_kind` times, all by one seed."""
     rows = plan(len(paths), per_kind, seed)
     masks: list[NDArray[np.bool_]] = []
 
-    def drawn() -> Iterator[Picture]:
+    def drawn() -> Iterator[Images]:
         for index, row in enumerate(rows):
-            one = defective(bundle, paths, row, [seed, index])
-            image, mask = _aligned(one, align) if align else (one.image, one.mask)
-            masks.append(reduced(_covered(mask, bundle), bundle.network_size))
-            yield image
+            kind, size, *pair = row
+            both = [align(read_image(paths[at]))[0] if align else paths[at] for at in pair]
+            one = defective(bundle, both, (kind, size, 0, 1), [seed, index])
+            masks.append(reduced(_covered(one.mask, bundle), bundle.network_size))
+            yield one.image
 
     seen = see(drawn(), bundle, side)
     return Defects(tuple(kind for kind, *_ in rows), tuple(size for _, size, *_ in rows), seen, np.stack(masks))
-
-
-def _aligned(defect: Defect, align: Aligner) -> tuple[Picture, NDArray[np.bool_]]:
-    image, pose = align(read_image(defect.image))
-    return image, align.moved(np.where(defect.mask, np.uint8(255), np.uint8(0)), pose) > np.uint8(127)
 
 
 def _covered(mask: NDArray[np.bool_], bundle: Preprocessing) -> NDArray[np.bool_]:
