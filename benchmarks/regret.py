@@ -129,6 +129,8 @@ def measure(
     """
     refuse_tests(good)
     paths, manifest, category = find_images([good]), Manifest.read(bundle), category_of(folder)
+    aligned = f"{bundle} aligns parts, and their ground truth does not go with them: take a bundle without --align"
+    require(not manifest.aligned(asked.product), aligned)
     require(len({one.defective for one in category.test}) == 2, f"{folder} should hold good and defective test images")
     tuner = Tuner(bundle, manifest, paths, split(len(paths)), options, asked, 0.05, lambda name, _: say(name))
     work = Work(out / "regret.work", tuner.key | {"test": hash_of([sample.path for sample in category.test])})

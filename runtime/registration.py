@@ -6,6 +6,7 @@ enhanced correlation coefficient (Evangelidis and Psarakis 2008). OpenCV is impo
 
 import base64
 import io
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.alignment import NARROWEST, SIDE, Alignment, Matrix, Pose, moved_by
+from mdps.runtime.calibration import CalibrationWarning
 from mdps.runtime.errors import CalibrationError, ImageError, UsageError, refuse_unreadable
 from mdps.runtime.pictures import read_image
 from mdps.runtime.preprocessing import Picture
@@ -92,12 +94,12 @@ class Aligner:
         found = self._reference.find(grey(small))
         if found is None:
             return _failed(size, "nothing in it is like the reference view")
-        fault = self._fault(found)
+        fault = self.fault(found)
         if fault:
             return _failed(size, fault, found.residual)
         return found.at(size)
 
-    def _fault(self, found: Pose) -> str:
+    def fault(self, found: Pose) -> str:
         """Return why this is not to be believed; empty where it is."""
         if found.residual is None or found.residual > self._limit:
             return f"moved it still differs by {found.residual:.3f}, where good parts do by {self._limit:.3f} at most"
@@ -264,7 +266,12 @@ def align(pictures: Sequence[Picture]) -> Alignment:
             "leave out --align, or the images of other parts"
         )
     limit = min(CEILING, max(FLOOR, MARGIN * worst))
-    return Alignment(_encoded(view), float(np.median(residuals)), limit, len(views))
+    alignment = Alignment(_encoded(view), float(np.median(residuals)), limit, len(views))
+    aligner = Aligner(alignment)
+    if odd := sum(one is None or bool(aligner.fault(one)) for one in found):
+        sentence = f"{odd} of {len(views)} good images cannot be aligned, and are judged as they lie"
+        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
+    return alignment
 
 
 def _views(pictures: Sequence[Picture]) -> list[Pixels]:

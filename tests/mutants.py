@@ -665,6 +665,62 @@ MUTANTS = (
         "a box ends somewhere else on the photograph",
         ("test_a_region_lies_on_the_photograph_where_the_map_shows_it",),
     ),
+    Mutant(
+        "align-turn", "Reference.find",
+        "left < share * residual",
+        "left < residual",
+        "a round part is turned as chance has it",
+        ("test_a_round_part_is_shifted_and_not_turned",),
+    ),
+    Mutant(
+        "align-limit", "Aligner.fault",
+        "found.residual > self._limit",
+        "False",
+        "another part is moved to where it looks least unlike",
+        ("test_what_cannot_be_aligned_is_said_and_left_as_it_lies",),
+    ),
+    Mutant(
+        "align-far", "Aligner.fault",
+        "shift > FARTHEST",
+        "shift > 1",
+        "a part that is half outside is moved as if it were there",
+        ("test_what_cannot_be_aligned_is_said_and_left_as_it_lies",),
+    ),
+    Mutant(
+        "align-edge", "Aligner.__call__",
+        "self._reference.warped(np.asarray(picture), pose.matrix, np.array(ground))",
+        "self._reference.warped(np.asarray(picture), pose.matrix)",
+        "what comes into view are streaks",
+        ("test_what_comes_into_view_is_the_references_as_bright_as_the_picture",),
+    ),
+    Mutant(
+        "align-midst", "_midmost",
+        "residual <= fit",
+        "residual >= 0",
+        "an odd image is the reference",
+        ("test_the_reference_lies_in_the_midst_and_odd_images_do_not_become_it",),
+    ),
+    Mutant(
+        "align-back", "Detector._as_it_lay",
+        "back(result.anomaly_map)",
+        "result.anomaly_map",
+        "a map lies beside its picture",
+        ("test_what_is_judged_is_the_moved_picture_and_its_map_lies_as_the_picture_did",),
+    ),
+    Mutant(
+        "align-judge", "Detector.judge",
+        "len(given.poses) != len(given)",
+        "False",
+        "what was not aligned is judged as if it were",
+        ("test_observations_that_were_not_aligned_are_refused",),
+    ),
+    Mutant(
+        "align-calibration", "_calibration",
+        "calibration.aligned != manifest.aligned(product)",
+        "False",
+        "a threshold of parts that lay otherwise",
+        ("test_a_calibration_holds_for_the_alignment_it_was_made_with",),
+    ),
 )  # fmt: skip
 
 

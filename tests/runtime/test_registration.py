@@ -13,6 +13,7 @@ from scipy import ndimage
 from skimage.transform import EuclideanTransform, warp
 
 from mdps.runtime.alignment import Alignment, Pose
+from mdps.runtime.calibration import CalibrationWarning
 from mdps.runtime.errors import BundleError, CalibrationError, ImageError, UsageError
 from mdps.runtime.registration import Aligner, align, reference_size
 
@@ -147,11 +148,18 @@ def test_a_map_of_a_region_goes_back_by_the_same_move(aligner: Aligner) -> None:
 def test_the_reference_lies_in_the_midst_and_odd_images_do_not_become_it() -> None:
     shifts = [(12.0, 0.0), (-12.0, 0.0), (0.0, 10.0), (0.0, -10.0), (1.0, 1.0)]
     images = [moved(part(grain=index), shift, 0.0) for index, shift in enumerate(shifts)]
-    alignment = align(images)
-    assert alignment.images == 5
+    unlike = (0.5 * part() + 0.5 * part(7)).astype(np.uint8)  # lies best of all
+    alignment = align([*images, unlike])
+    assert alignment.images == 6
     at = Aligner(alignment).pose(Image.fromarray(moved(part(), (1.0, 1.0), 0.0)))
     assert at.shift == pytest.approx((0, 0), abs=0.5)
-    assert 0 < alignment.typical < alignment.limit < 0.5
+    assert 0 < alignment.typical < alignment.limit <= 0.5
+
+
+def test_good_images_that_lie_too_far_off_are_counted() -> None:
+    images = [*(part(grain=index) for index in range(7)), moved(part(), (50.0, 0.0), 0.0)]
+    with pytest.warns(CalibrationWarning, match="1 of 8 good images cannot be aligned, and are judged as they lie"):
+        align(images)
 
 
 def test_images_that_show_nothing_in_common_are_refused() -> None:
