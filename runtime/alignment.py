@@ -16,7 +16,7 @@ from mdps.runtime.records import Record
 
 SIDE, NARROWEST = 256, 32  # pixels of the reference view's longer and shorter side
 
-Matrix = NDArray[np.float64]
+Matrix = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)

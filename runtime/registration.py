@@ -84,8 +84,9 @@ class Aligner:
         """
         matrix = pose.at(self._reference.size).matrix
         there = self._reference.warped(self._view, np.linalg.inv(matrix))
-        one, other = (np.float32(self._reference.warped(pixels, matrix)) for pixels in (small, there))
-        return np.rint(np.clip(self._view + self._reference.blurred(one - other), 0, 255)).astype(np.uint8)
+        one, other = (self._reference.warped(pixels, matrix).astype(np.float32) for pixels in (small, there))
+        ground: Pixels = np.rint(np.clip(self._view + self._reference.blurred(one - other), 0, 255)).astype(np.uint8)
+        return ground
 
     def _pose(self, size: Size, small: Pixels) -> Pose:
         width, height = self._reference.size
