@@ -196,12 +196,13 @@ def _sheet(
         if align:
             rgb, pose = align(rgb)
         shown, box = preprocessing.region(rgb, name), preprocessing.covered_box(rgb.size)
-        return Sheet(_resized(shown, tiling), np.asarray(shown) if photograph else None, box, pose)
+        return Sheet(resized(shown, tiling), np.asarray(shown) if photograph else None, box, pose)
     except MemoryError as error:
         raise ImageError(f"{name} does not fit into memory") from error
 
 
-def _resized(picture: "Image.Image", tiling: Tiling) -> Pixels:
+def resized(picture: "Image.Image", tiling: Tiling) -> Pixels:
+    """Return the picture [h, w, 3] at the tiles' scale."""
     from PIL import Image
 
     height, width = tiling.scaled((picture.height, picture.width))

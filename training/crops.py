@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from mdps.runtime.errors import require
 from mdps.runtime.image_files import known_headers
 from mdps.runtime.memory import Need, check_room
-from mdps.runtime.pictures import describe, read_image
-from mdps.runtime.preprocessing import Preprocessing, to_uint8
+from mdps.runtime.pictures import read_image
+from mdps.runtime.tiles import Tiling, resized
 from mdps.training.sources import Images, digest, read_all, require_enough
 
 SHARE = 0.5  # of the crops that are drawn by unlikeness; the others come from anywhere
@@ -102,6 +102,4 @@ def unlikeness(image: Images, side: int) -> NDArray[np.float64]:
 
 def scaled(path: Path, scale: float) -> Images:
     """Return the photograph [h, w, 3] with both sides resized by `scale`; ImageError where it cannot be read."""
-    picture, name = read_image(path), describe(path)
-    size = (max(1, round(picture.height * scale)), max(1, round(picture.width * scale)))
-    return to_uint8(Preprocessing(size).view(picture, name))
+    return resized(read_image(path), Tiling(scale))
