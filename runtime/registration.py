@@ -145,9 +145,9 @@ class Reference:
         small = self._reduced(seen)
         coarse = {turn: self._coarse(small, turn) for turn in TURNS}
         begun = min(coarse.values(), key=lambda matrix: self._residual(self._small, small, matrix))
-        matrix, residual = np.eye(3), self._residual(self.pixels, seen, np.eye(3))
+        matrix: Matrix = np.eye(3)
+        residual, converged = self._residual(self.pixels, seen, matrix), False
         steps = ((coarse[0], self._cv2.MOTION_TRANSLATION, SLIGHTLY), (begun, self._cv2.MOTION_EUCLIDEAN, CLEARLY))
-        converged = False
         for start, motion, share in steps:
             fine = self._fine(seen, self._enlarged(start), motion)
             if fine is None:
