@@ -88,6 +88,11 @@ def _refuse(loaded: Bundle, product: str) -> None:
         "folder, or calibrate it without --align",
     )
     require(
+        not manifest.scope(product).restricts,
+        f"{bundle} inspects only some places of the product {product!r}, which the single file does not know: deploy "
+        "the bundle's folder, or calibrate it with --set inspect=none --set ignore=none",
+    )
+    require(
         not sampler.early_exit,
         f"{bundle} lets images skip the masked pass (early_exit), which the single file does not hold: set it to 0 "
         "in the manifest, or deploy the bundle's folder",

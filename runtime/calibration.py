@@ -17,6 +17,7 @@ from mdps.runtime.pipeline import Inspection
 from mdps.runtime.preprocessing import Observations, Picture, Views
 from mdps.runtime.records import Record
 from mdps.runtime.schedule import NoiseSchedule, Step
+from mdps.runtime.scope import Scope
 from mdps.runtime.settings import EXIT_SHARES, Settings
 from mdps.runtime.tiles import Tiling
 
@@ -42,7 +43,8 @@ class Calibration(Record):
     not exceed, for each of EXIT_SHARES; a calibration of before they were recorded has none. `arithmetic` is what the
     engine computed the steps in, "" for the bundle's own precision: in another, scores differ. `fitness` says what was
     found of defects put into good parts, None where that was not tried. `tuned` is the name of the tuning it is of, ""
-    for the published method, and `aligned` that of how its parts were aligned, "" where they were not.
+    for the published method, `aligned` that of how its parts were aligned, "" where they were not, `scope` that of
+    the places that were inspected, "" for all.
     """
 
     threshold: float
@@ -61,8 +63,9 @@ class Calibration(Record):
     fitness: Fitness | None = None
     tuned: str = ""
     aligned: str = ""
+    scope: str = ""
 
-    later: ClassVar[Mapping[str, Any]] = {"aligned": ""}
+    later: ClassVar[Mapping[str, Any]] = {"aligned": "", "scope": ""}
 
     def __post_init__(self) -> None:
         require(0 < self.false_alarm_rate < 1, f"false_alarm_rate {self.false_alarm_rate} should lie between 0 and 1")
@@ -90,6 +93,7 @@ class Judge(Protocol):
     """The members of a `Detector` that a calibration asks for."""
 
     engine: str
+    scope: Scope
 
     @property
     def tuned(self) -> str:
@@ -225,6 +229,7 @@ def calibrate(
         arithmetic=named(detector.engine).arithmetic,
         tuned=detector.tuned,
         aligned=detector.aligned,
+        scope=detector.scope.name,
     )
 
 

@@ -16,12 +16,14 @@ from mdps.runtime.alignment import Pose
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError
+from mdps.runtime.inspected import restricted
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
 from mdps.runtime.regions import Box, Region, find
 from mdps.runtime.registration import Aligner
 from mdps.runtime.schedule import NoiseSchedule, Step
+from mdps.runtime.scope import inspected
 from mdps.runtime.settings import Settings
 from mdps.runtime.tiled import Tiled
 from mdps.runtime.tiles import Tiling, sheets
@@ -99,7 +101,7 @@ class Detector:
     ) -> None:
         self.manifest, self.calibration, self.product, self.tuning = manifest, calibration, product, tuning
         self.preprocessing, self.engine, self.scope = manifest.preprocessing, engine, manifest.scope(product)
-        self.doubt = calibration.doubt if calibration else ""
+        self.doubt, self._restricts = calibration.doubt if calibration else "", self.scope.restricts
         self.warm_up_seconds = 0.0
         self._exit_limit = exit_limit(calibration, pipeline.settings.sampler.early_exit, manifest.name)
         self._aligner = Aligner(manifest.alignments[product]) if product in manifest.alignments else None
@@ -212,7 +214,14 @@ class Detector:
             # A range over a whole test set is never the calibrated one: whoever reproduces it gives it.
             if mask_range is None and self.calibration is not None and self._settings.mask.range == "frozen":
                 mask_range = self.calibration.mask_range
-            return pipeline.inspect(observations, mask_range, self._exit_limit if early_exit else None)
+            found = pipeline.inspect(observations, mask_range, self._exit_limit if early_exit else None)
+        return self._restricted(found) if self._restricts else found
+
+    def _restricted(self, found: Inspection) -> Inspection:
+        """Return what was found of the inspected places alone."""
+        height, width = found.anomaly_map.shape[2:]
+        inside = inspected(self.scope, (height, width), self.preprocessing.covered_box)
+        return restricted(found, inside, self._settings.score, self.tuning.cascade if self.tuning else None)
 
     def first_maps(self, observations: Views) -> NDArray[np.float32]:
         """Maps [B, 1, H, W] of the first pass alone; needs no calibration. Raises as `inspect`."""

@@ -181,6 +181,10 @@ def _calibration(bundle: Bundle, options: LoadOptions) -> Calibration:
             f"{path} was calibrated with parts that lay otherwise, aligned or not, so its threshold does not apply: "
             f"{command}"
         )
+    if calibration.scope != manifest.scope(product).name:
+        raise CalibrationError(
+            f"{path} was calibrated with other places to inspect, so its threshold does not apply: {command}"
+        )
     if calibration.samples != bundle.settings.sampler.samples:
         raise CalibrationError(
             f"{path} was calibrated with {calibration.samples} samples an image, not "

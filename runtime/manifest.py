@@ -243,6 +243,11 @@ class Manifest(Record):
         """Return what is known of a product's photographs, which may be nothing."""
         return self.scopes.get(product, Scope())
 
+    def with_scope(self, product: str, scope: Scope) -> "Manifest":
+        """A copy in which this is known of a product's photographs."""
+        others = {name: one for name, one in self.scopes.items() if name != product}
+        return replace(self, scopes=others | ({} if scope == Scope() else {product: scope}))
+
     def aligned(self, product: str) -> str:
         """Return the name of how this product's parts are aligned, "" where they are not."""
         return self.alignments[product].name if product in self.alignments else ""

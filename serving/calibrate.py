@@ -22,11 +22,14 @@ from mdps.runtime.loading import load_bundle
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.registration import align as alignment_of
-from mdps.runtime.scope import Scope
 from mdps.serving.defects import KINDS
 from mdps.serving.fitness import measure, told
 
 FEWEST, MOST = 2, 16  # defects of a kind
+_OF_ALL = (
+    "images that `mdps tune` fitted the detector to count by what their whole photograph scored, so that the threshold "
+    "may be higher than the places that are inspected need: calibrate on others"
+)
 
 
 def _read_all(images: Sequence[Path], preprocessing: Preprocessing) -> None:
@@ -74,6 +77,7 @@ def calibrate_folder(
         pass  # where no other file can be made beside it, it cannot be replaced
     _read_all(images, manifest.preprocessing)
     manifest = manifest.with_alignment(asked.product, _alignment(bundle, manifest, asked.product, images, align))
+    manifest = manifest.with_scope(asked.product, shown)
     with load_bundle(Bundle.of(bundle, manifest, asked), asked) as detector:
         for sentence in odd_pictures(images, None if detector.tiles else detector.preprocessing):
             warnings.warn(sentence, stacklevel=2)
@@ -82,9 +86,7 @@ def calibrate_folder(
         warnings.warn(calibration.doubt, CalibrationWarning, stacklevel=2)
     alignment = manifest.alignments.get(detector.product)
     manifest = Manifest.read(bundle, verify=False).with_alignment(detector.product, alignment)
-    manifest = manifest.with_calibration(detector.product, calibration)
-    if shown != Scope():
-        manifest = replace(manifest, scopes={**manifest.scopes, detector.product: shown})
+    manifest = manifest.with_scope(detector.product, shown).with_calibration(detector.product, calibration)
     with writing(bundle / FILE_NAME):
         manifest.write(bundle)
     return calibration
@@ -127,6 +129,9 @@ def calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: flo
     """Return the calibration with its fitness, and show on a terminal how far it is."""
     scores: list[float] = []
     evidence = detector.tuning.evidence if detector.tuning else {}
+    if evidence and detector.scope.restricts:
+        evidence = {key: value for key, value in evidence.items() if key != "found"}
+        warnings.warn(_OF_ALL, CalibrationWarning, stacklevel=3)
     with tqdm(total=len(images), desc="good images", unit="image", disable=None) as bar:
 
         def took(found: NDArray[np.float32]) -> None:

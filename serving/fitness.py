@@ -11,18 +11,20 @@ from PIL import Image
 from mdps.runtime.detector import Result
 from mdps.runtime.fitness import Fitness, Found
 from mdps.runtime.preprocessing import Picture, Preprocessing, read_image
+from mdps.runtime.scope import Scope, inspected
 from mdps.runtime.tiles import Tiling
 from mdps.serving.defects import SIZES, Defect, plan, put
 
 MOST_SIDE = 1024
 """A photograph with a longer side is reduced to it first, so that defects are of sizes which are seen at all."""
-_BATCH = 8
+_BATCH, _TURNS = 8, 30
 
 
 class Judge(Protocol):
     """A detector, as far as it is needed here."""
 
     preprocessing: Preprocessing
+    scope: Scope
 
     @property
     def tiles(self) -> Tiling | None:
@@ -54,12 +56,25 @@ def measure(
     batch = 1 if detector.tiles else _BATCH
     for start in range(0, len(rows), batch):
         some = range(start, min(start + batch, len(rows)))
-        made = [
-            defective(detector.preprocessing, good, rows[index], [seed, index], detector.tiles).image for index in some
-        ]
+        made = [_within_scope(detector, good, rows[index], [seed, index]).image for index in some]
         scores += [result.score for result in detector.batch(made)]
         progress(len(scores), len(rows))
     return told([(kind, size) for kind, size, _, _ in rows], scores, threshold, good_scores)
+
+
+def _within_scope(detector: Judge, good: Sequence[Picture], row: tuple[str, str, int, int], seed: list[int]) -> Defect:
+    """Return the photograph of a row with half of its defect or more in an inspected place, if it fits there."""
+    made = defective(detector.preprocessing, good, row, seed, detector.tiles)
+    for turn in range(_TURNS if detector.scope.restricts else 0):
+        inside = made.mask & inspected(detector.scope, made.mask.shape, _whole)
+        if 2 * inside.sum() >= made.mask.sum():
+            break
+        made = defective(detector.preprocessing, good, row, [*seed, turn], detector.tiles)
+    return made
+
+
+def _whole(size: tuple[int, int]) -> tuple[float, float, float, float]:
+    return (0.0, 0.0, *size)
 
 
 def defective(

@@ -721,6 +721,27 @@ MUTANTS = (
         "a threshold of parts that lay otherwise",
         ("test_a_calibration_holds_for_the_alignment_it_was_made_with",),
     ),
+    Mutant(
+        "scope-score", "restricted",
+        "found.anomaly_map[:, 0, inside]",
+        "found.anomaly_map[:, 0, inside | True]",
+        "a defect counts where nobody wants to look",
+        ("test_what_lies_outside_is_neither_scored_nor_a_region",),
+    ),
+    Mutant(
+        "scope-ignored", "inspected",
+        "inside &= ~area.on(shape, covered)",
+        "inside &= area.on(shape, covered)",
+        "only what is to be ignored is inspected",
+        ("test_ignored_places_are_taken_out_of_the_inspected_ones",),
+    ),
+    Mutant(
+        "other-scope", "_calibration",
+        "calibration.scope != manifest.scope(product).name",
+        "False",
+        "the threshold of other places applies",
+        ("test_a_calibration_is_of_one_scope",),
+    ),
 )  # fmt: skip
 
 

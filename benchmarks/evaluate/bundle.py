@@ -266,6 +266,8 @@ def _fitting(bundle: Bundle, product: str, arithmetic: str) -> tuple[Calibration
         return None, ()
     if calibration.tuned != bundle.tuned:
         return None, (f"the threshold of {manifest.name} was calibrated for another detector",)
+    if calibration.scope != manifest.scope(product).name:
+        return None, (f"the threshold of {manifest.name} was calibrated with other places to inspect",)
     if calibration.aligned != manifest.aligned(product):
         return None, (f"the threshold of {manifest.name} was calibrated with parts that lay otherwise",)
     own = bundle.tuning is not None or _unseeded(asked) == _unseeded(manifest.settings)

@@ -17,6 +17,7 @@ from mdps.runtime.calibration import (
 from mdps.runtime.errors import BackendError, BundleError, CalibrationError, ImageError, UsageError
 from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.schedule import NoiseSchedule
+from mdps.runtime.scope import Scope
 from mdps.runtime.settings import EXIT_SHARES, MaskSettings, paper_settings
 
 
@@ -27,7 +28,7 @@ class BrightnessDetector:
         sampler = replace(paper_settings((2, 2)).sampler, noise=noise)
         self.settings = replace(paper_settings((2, 2)), sampler=sampler, mask=MaskSettings(0.1, mask_range))
         self.engine, self.tuned, self.aligned, self.denoises, self.tiles = "onnxruntime", "", "", True, None
-        self.given, self.sizes = [], []
+        self.given, self.sizes, self.scope = [], [], Scope()
         self.schedule = NoiseSchedule.linear()
 
     def predicted_noise(self, noised, step):

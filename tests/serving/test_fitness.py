@@ -13,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 
 from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Picture, Preprocessing
+from mdps.runtime.scope import Scope
 from mdps.serving.defects import KINDS, SIZES
 from mdps.serving.fitness import MOST_SIDE, auroc, defective, measure
 
@@ -26,6 +27,7 @@ class Fake:
     blind: bool = False
     tiles: None = None
     preprocessing: Preprocessing = field(default_factory=lambda: Preprocessing((32, 32)))
+    scope: Scope = field(default_factory=Scope)
     seen: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def batch(self, images: Sequence[Picture]) -> Any:
