@@ -220,7 +220,7 @@ class Detector:
     def _restricted(self, found: Inspection) -> Inspection:
         """Return what was found of the inspected places alone."""
         height, width = found.anomaly_map.shape[2:]
-        inside = inspected(self.scope, (height, width), self.preprocessing.covered_box)
+        inside = inspected(self.scope, self.preprocessing.covered_box, (height, width))
         return restricted(found, inside, self._settings.score, self.tuning.cascade if self.tuning else None)
 
     def first_maps(self, observations: Views) -> NDArray[np.float32]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ from mdps.runtime.machine import available_cpus
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
+from mdps.runtime.scope import inspected
 from mdps.runtime.session import ChunkedSession, Session
 from mdps.runtime.tiled import Tiled, check_tiled
 from mdps.runtime.tuning import Tuning
@@ -217,7 +219,9 @@ class _Opener:
         if manifest.tiles is None:
             return whole
         size, photograph = manifest.preprocessing.network_size, tuning.photograph if tuning else None
-        return Tiled(whole, manifest.tiles, size, photograph)
+        scope, covered = manifest.scope(self.options.product), manifest.preprocessing.covered_box
+        inside = partial(inspected, scope, covered) if scope.restricts else None
+        return Tiled(whole, manifest.tiles, size, photograph, inside)
 
     def _loop(self) -> Inspector:
         """The whole loop on a card where engine and settings allow that, else sessions and a loop here, compared.

@@ -139,7 +139,7 @@ class Scope(Record):
 
 
 @lru_cache(maxsize=2)
-def inspected(scope: Scope, shape: Size, covered: Covered) -> NDArray[np.bool_]:
+def inspected(scope: Scope, covered: Covered, shape: Size) -> NDArray[np.bool_]:
     """Return which pixels [H, W] of a map are inspected; `covered` says what a map shows of a photograph of a size.
 
     UsageError where none is.

@@ -1,17 +1,18 @@
 """Judges pictures of any size by an inspector of tiles: one map and one score, in memory that the picture decides."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mdps.runtime.errors import ImageError, require
 from mdps.runtime.pipeline import Array, Inspection, Inspector, check_range
 from mdps.runtime.preprocessing import Observations, Preprocessing, Views
 from mdps.runtime.schedule import Step
 from mdps.runtime.settings import ScoreSettings, Settings
-from mdps.runtime.tiles import Plan, Sheet, Sheets, Tiling
+from mdps.runtime.tiles import Plan, Sheet, Sheets, Size, Tiling
 
 AT_ONCE = 8
 """The most tiles that are judged together."""
@@ -22,7 +23,8 @@ class Tiled:
     """`Inspector` of one picture's tiles, which `inner` judges; of views that are no picture it is the inner one.
 
     `photograph` makes the view of a tuned detector's features, whose score counts one pixel of the map. `progress` is
-    told how many of how many tiles of a picture were judged.
+    told how many of how many tiles of a picture were judged. `inside` says of a size (H, W) which pixels are inspected,
+    by None all: tiles without one are not judged, and what is not inspected is as cold as can be.
     Raises UsageError for settings by which a tile's result would depend on what else lies in it.
     """
 
@@ -30,6 +32,7 @@ class Tiled:
     tiling: Tiling
     tile: tuple[int, int]
     photograph: Preprocessing | None = None
+    inside: Callable[[Size], NDArray[np.bool_]] | None = None
     progress: Callable[[int, int], object] = field(default=lambda done, of: None, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class Tiled:
                 canvas.add("sample", rows, found.posterior_samples[:: len(found.posterior_samples) // len(rows)])
             times = {name: times.get(name, 0.0) + spent for name, spent in found.times.items()}
             tuned = tuned and found.tuned is not None and bool(found.tuned.all())
+        self._cool(canvas)
         return self._inspection(canvas, mask_range, times, tuned, judged=found.tuned is not None)
 
     def first_maps(self, observations: Views) -> Array:
@@ -81,18 +85,35 @@ class Tiled:
         canvas = _Canvas(self._plan(sheet))
         for rows, views in self._tiles(sheet, canvas.plan):
             canvas.add("map", rows, self.inner.first_maps(views))
+        self._cool(canvas)
         return canvas.arrays["map"]
 
     def _plan(self, sheet: Sheet) -> Plan:
         return Plan.of(sheet.size, self.tile, self.tiling.overlap)
 
-    def _tiles(self, sheet: Sheet, plan: Plan) -> Iterator[tuple[range, Observations]]:
+    def _tiles(self, sheet: Sheet, plan: Plan) -> Iterator[tuple[list[int], Observations]]:
         """Yield which tiles come next, and their views; say so once they were judged."""
         corners, size = plan.corners, self.photograph.network_size if self.photograph else None
-        for start in range(0, len(corners), AT_ONCE):
-            rows = range(start, min(start + AT_ONCE, len(corners)))
-            yield rows, sheet.views(corners[rows.start : rows.stop], self.tile, size)
-            self.progress(rows.stop, len(corners))
+        wanted = self._wanted(plan)
+        for start in range(0, len(wanted), AT_ONCE):
+            rows = wanted[start : start + AT_ONCE]
+            yield rows, sheet.views(corners[rows], self.tile, size)
+            self.progress(start + len(rows), len(wanted))
+
+    def _wanted(self, plan: Plan) -> list[int]:
+        """Return the tiles with a pixel that is inspected."""
+        if self.inside is None:
+            return [*range(len(plan.corners))]
+        inside, (height, width) = self.inside(plan.size), self.tile
+        corners = enumerate(plan.corners)
+        return [index for index, (top, left) in corners if inside[top : top + height, left : left + width].any()]
+
+    def _cool(self, canvas: "_Canvas") -> None:
+        if self.inside is not None:
+            inside = self.inside(canvas.plan.size)
+            for name in {"map", "first"} & set(canvas.arrays):
+                array = canvas.arrays[name][0, 0]
+                array[~inside] = array[inside].min()
 
     def _inspection(
         self, canvas: "_Canvas", mask_range: tuple[float, float] | None, times: dict[str, float], tuned: bool, *,
@@ -158,7 +179,7 @@ class _Canvas:
         self.plan, self.arrays = plan, dict[str, Array]()
         self._corners, (self._down, self._across) = plan.corners, plan.weights
 
-    def add(self, name: str, rows: range, values: Array) -> None:
+    def add(self, name: str, rows: Sequence[int], values: Array) -> None:
         """Add what was found on these tiles [B, C, h, w]; pictures to look at are kept in half precision."""
         if name not in self.arrays:
             kind = np.float32 if values.shape[1] == 1 else np.float16

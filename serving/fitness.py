@@ -66,7 +66,7 @@ def _within_scope(detector: Judge, good: Sequence[Picture], row: tuple[str, str,
     """Return the photograph of a row with half of its defect or more in an inspected place, if it fits there."""
     made = defective(detector.preprocessing, good, row, seed, detector.tiles)
     for turn in range(_TURNS if detector.scope.restricts else 0):
-        inside = made.mask & inspected(detector.scope, made.mask.shape, _whole)
+        inside = made.mask & inspected(detector.scope, _whole, made.mask.shape)
         if 2 * inside.sum() >= made.mask.sum():
             break
         made = defective(detector.preprocessing, good, row, [*seed, turn], detector.tiles)

@@ -16,6 +16,7 @@ from mdps.runtime.inspected import image_score
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.scope import Area, Scope, inspected, read_areas
+from mdps.runtime.tiles import Tiling
 from mdps.serving.calibrate import calibrate_folder
 
 SIZE = tiny.SIZE
@@ -60,7 +61,7 @@ def test_what_lies_outside_is_neither_scored_nor_a_region(bundle, tmp_path):
 
 def test_ignored_places_are_taken_out_of_the_inspected_ones(bundle, tmp_path):
     scope = Scope(inspect=(LEFT, TOP_RIGHT), ignore=(Area((8, 8), (((0, 0), (1, 0), (1, 7), (0, 7)),)),))
-    inside = inspected(scope, (SIZE, SIZE), Preprocessing((SIZE, SIZE)).covered_box)
+    inside = inspected(scope, Preprocessing((SIZE, SIZE)).covered_box, (SIZE, SIZE))
     expected = np.zeros((SIZE, SIZE), bool)
     expected[:, :4] = expected[:4, 4:] = True
     expected[:, :2] = False
@@ -70,11 +71,11 @@ def test_ignored_places_are_taken_out_of_the_inspected_ones(bundle, tmp_path):
 def test_an_area_is_of_the_photograph_also_where_the_map_shows_a_part_of_it():
     view = Preprocessing((8, 8), roi=(40, 0, 40, 80))
     with pytest.raises(UsageError, match="nothing that the detector sees is inspected"):
-        inspected(Scope(inspect=(LEFT,)), (8, 8), view.covered_box)
-    assert inspected(Scope(ignore=(LEFT,)), (8, 8), view.covered_box).all()
+        inspected(Scope(inspect=(LEFT,)), view.covered_box, (8, 8))
+    assert inspected(Scope(ignore=(LEFT,)), view.covered_box, (8, 8)).all()
     cropped = Preprocessing((8, 8), crop="input", crop_size=4)
     np.testing.assert_array_equal(
-        inspected(Scope(inspect=(LEFT,)), (4, 4), cropped.covered_box), [[True, True, False, False]] * 4
+        inspected(Scope(inspect=(LEFT,)), cropped.covered_box, (4, 4)), [[True, True, False, False]] * 4
     )
 
 
@@ -119,7 +120,7 @@ def test_polygons_and_masks_of_files_mean_the_same(tmp_path):
     pixels[:, :40] = 255
     Image.fromarray(pixels).save(tmp_path / "left.png")
     shown = [
-        inspected(Scope(inspect=read_areas(str(tmp_path / f"left.{kind}"))), (13, 17), lambda size: (0, 0, *size))
+        inspected(Scope(inspect=read_areas(str(tmp_path / f"left.{kind}"))), lambda size: (0, 0, *size), (13, 17))
         for kind in ("json", "png")
     ]
     np.testing.assert_array_equal(*shown)
@@ -153,7 +154,7 @@ def test_a_mask_of_one_colour_is_refused(tmp_path):
 
 def test_a_damaged_mask_in_a_bundle_is_a_sentence():
     with pytest.raises(BundleError, match="mask of an area cannot be read"):
-        inspected(Scope(inspect=(Area((4, 4), mask="????"),)), (4, 4), lambda size: (0, 0, *size))
+        inspected(Scope(inspect=(Area((4, 4), mask="????"),)), lambda size: (0, 0, *size), (4, 4))
 
 
 def test_calibrating_a_folder_stores_the_scope_with_defects_where_it_looks(bundle, tmp_path, monkeypatch):
@@ -176,3 +177,22 @@ def test_calibrating_a_folder_stores_the_scope_with_defects_where_it_looks(bundl
     assert again.fitness.auroc < found.fitness.auroc - 0.1  # most of its defects lie where nobody looks
     assert free.scope == ""
     assert Manifest.read(tmp_path / "b").scopes == {}
+
+
+def test_tiles_without_an_inspected_pixel_are_not_judged(tmp_path):
+    tiny.make_bundle(tmp_path / "b", tiny.settings_of(masked=None))
+    tiled = replace(Manifest.read(tmp_path / "b"), tiles=Tiling(1.0, 0.5))
+    tiled.write(tmp_path / "b")
+    picture = np.tile(spotted((3, 6)), (5, 5, 1))  # 40 x 40 pixels: 81 tiles of 8 x 8
+    with load(tmp_path / "b", calibrated=False, threads=1) as detector:
+        whole = detector(picture)
+    tiled.with_scope("default", Scope(inspect=(Area((40, 40), (((24, 0), (31, 0), (31, 7), (24, 7)),)),))).write(
+        tmp_path / "b"
+    )
+    seen = []
+    with load(tmp_path / "b", calibrated=False, threads=1) as detector:
+        detector.watch_tiles(lambda done, of: seen.append(of))
+        found = detector(picture)
+    assert set(seen) == {6}
+    np.testing.assert_allclose(found.anomaly_map[:8, 24:32], whole.anomaly_map[:8, 24:32], rtol=1e-5)
+    assert (found.anomaly_map[:, :24] == found.anomaly_map[:8, 24:32].min()).all()
