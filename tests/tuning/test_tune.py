@@ -152,7 +152,9 @@ def test_the_command_tells_what_it_chose(bundle: Path, good: Path, capsys: Any) 
     assert (told["tried"], told["defects"], len(told["fitted"])) == (15, 14, 10)
     assert f"wrote {bundle.parent / 'page.html'}" in said.err
     assert run(cli, asked) == 0
-    assert re.search(r"chosen: (shared|position|bank), 40 pixels.*\ntime: \d+ ms an image", capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert re.search(r"chosen: (shared|position|bank), 32 pixels.*\ntime: \d+ ms an image", said.out)
+    assert "cascade: none: no time was left" in said.out
 
 
 def test_candidates_that_no_time_is_left_for_are_named(bundle: Path, good: Path) -> None:
