@@ -71,9 +71,9 @@ def inspect(path: Path, as_json: bool) -> None:
 @AS_JSON
 @TRACEBACK
 def doctor(as_json: bool) -> int:
-    """Try every engine, and list cards, processors and versions."""
-    from mdps.runtime.doctor import diagnose
+    """Try every engine, judge the pictures in the package, and list cards, processors and versions."""
+    from mdps.runtime.doctor import diagnose, prove
 
-    diagnosis = diagnose()
+    diagnosis = prove(diagnose())
     print_values(diagnosis.to_json(), as_json)
     return 0 if diagnosis.works else 1

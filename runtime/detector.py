@@ -1,5 +1,6 @@
 """The detector: pictures in, verdicts out."""
 
+import json
 import os
 import threading
 import time
@@ -7,17 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from mdps.runtime.alignment import Pose
+from mdps.runtime.atomic import write_bytes, write_text, writing
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.engines import DEFAULT
-from mdps.runtime.errors import BackendError, ImageError
+from mdps.runtime.errors import BackendError, ImageError, require
 from mdps.runtime.inspected import restricted
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.overlay import HeatRange, heat_picture, heat_range, own_range, png, strip
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
 from mdps.runtime.regions import Box, Region, find
@@ -52,6 +57,9 @@ class Result:
 
     `alignment` says how the part lay, where parts are aligned: map, mask, sample and observation lie as the picture
     does, what was judged lay as the reference view.
+
+    `heat_range` is what map values are drawn in, the map's own range where there is none. As text a result is its
+    verdict and score, in a notebook its overlay.
     """
 
     score: float
@@ -68,6 +76,7 @@ class Result:
     pixel_limit: float | None = None
     box: Box | None = None
     mm_per_pixel: float | None = None
+    heat_range: HeatRange | None = None
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -75,6 +84,54 @@ class Result:
         if self.pixel_limit is None:
             return ()
         return find(self.anomaly_map, self.pixel_limit, self.box, self.mm_per_pixel)
+
+    @property
+    def overlay(self) -> Image.Image:
+        """One picture of the image, its reconstruction, the map's heat over the image and the mask's contour."""
+        return strip(self.observation, self.posterior_sample, self.anomaly_map, self.mask, self._drawn_as)
+
+    @property
+    def heat(self) -> Image.Image:
+        """The map's heat over the image alone, of tiled photographs pixel for pixel of the map."""
+        return heat_picture(self.observation, self.anomaly_map, self._drawn_as)
+
+    @property
+    def _drawn_as(self) -> HeatRange:
+        return self.heat_range or own_range(self.anomaly_map)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, as `mdps predict` writes them of an image that it judges."""
+        return {
+            "score": float(self.score),
+            "threshold": None if self.threshold is None else float(self.threshold),
+            "verdict": self.verdict,
+            "early_exit": self.early_exit,
+            "judged_by": self.judged_by,
+            "regions": None if self.pixel_limit is None else [region.to_json() for region in self.regions],
+            **(self.alignment.told() if self.alignment else {}),
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write the overlay to `path`, a PNG file, and `to_json` beside it, under the same name with .json.
+
+        Raises UsageError for another kind of file, MdpsError where it cannot be written.
+        """
+        path = Path(path)
+        require(path.suffix.lower() == ".png", f"{path} should end in .png: the JSON file beside it gets its name")
+        with writing(path):
+            write_bytes(path, png(self.overlay))
+            write_text(path.with_suffix(".json"), json.dumps(self.to_json(), indent=2) + "\n")
+
+    def show(self) -> None:
+        """Open the overlay in the program that this machine has for pictures."""
+        self.overlay.show()
+
+    def _repr_png_(self) -> bytes:
+        return png(self.overlay)
+
+    def __str__(self) -> str:
+        against = "without a threshold" if self.threshold is None else f"threshold {self.threshold:.4g}"
+        return f"{self.verdict or 'no verdict'}: score {self.score:.4g}, {against}"
 
 
 class Detector:
@@ -343,6 +400,7 @@ class Detector:
             pixel_limit=self.pixel_limit,
             box=observations.boxes[index] if observations.boxes else None,
             mm_per_pixel=self.scope.mm_per_pixel,
+            heat_range=heat_range(self.calibration),
         )
 
     def _as_it_lay(self, result: Result, pose: Pose) -> Result:

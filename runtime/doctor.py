@@ -2,14 +2,17 @@
 
 import os
 import platform
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mdps.runtime import engines
 from mdps.runtime.cards import Card, cards
-from mdps.runtime.engines import DEFAULT, ORT_WHEELS, Engine, named, wheels
+from mdps.runtime.demo import PICTURES, VERDICTS, demo_detector, demo_picture
+from mdps.runtime.engines import DEFAULT, Engine, clash, named, wheels
 from mdps.runtime.engines.interface import Check, module_of
+from mdps.runtime.errors import MdpsError
 from mdps.runtime.machine import available_cpus, cpus_limited_by, installed
 
 _BEFORE = ("mdps", "numpy", "pillow")
@@ -20,7 +23,8 @@ _AFTER = ("opencv-python-headless", "cuda-bindings", "timm", "onnx", "onnxscript
 class Diagnosis:
     """The report of `mdps doctor`. `problems` are sentences with what to do.
 
-    `cpus_limited_by` names what makes `cpus` fewer than `cpus_of_host`; None where they are all used.
+    `cpus_limited_by` names what makes `cpus` fewer than `cpus_of_host`; None where they are all used. `demo` are the
+    verdicts of the detector in the package on its own pictures; None where it was not asked.
     """
 
     python: str
@@ -32,11 +36,12 @@ class Diagnosis:
     versions: dict[str, str]
     engines: tuple[Check, ...]
     problems: tuple[str, ...]
+    demo: dict[str, str | None] | None = None
 
     @property
     def works(self) -> bool:
-        """Whether at least one of them can run a bundle."""
-        return any(check.usable for check in self.engines)
+        """Whether at least one engine can run a bundle, and the demo's verdicts are right where it was judged."""
+        return any(check.usable for check in self.engines) and self.demo in (None, VERDICTS)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -56,8 +61,23 @@ def diagnose() -> Diagnosis:
         cards=cards(),
         versions=versions,
         engines=checks,
-        problems=(*_wheel_problems(versions), *_engine_problems(checks)),
+        problems=(*filter(None, [clash(versions)]), *_engine_problems(checks)),
     )
+
+
+def prove(diagnosis: Diagnosis) -> Diagnosis:
+    """Add how the detector in the package judges its pictures, from the file to the verdict, on the default engine."""
+    if not any(check.usable for check in diagnosis.engines if check.name == DEFAULT):
+        return diagnosis
+    verdicts: dict[str, str | None] = {}
+    try:
+        with warnings.catch_warnings(action="ignore"), demo_detector() as detector:
+            verdicts = {name: detector(demo_picture(name)).verdict for name in PICTURES}
+        fault = f"the demo's pictures are judged {verdicts}, where {VERDICTS} is right: install mdps again"
+    except MdpsError as error:
+        fault = str(error)
+    wrong = (fault,) * (verdicts != VERDICTS)
+    return replace(diagnosis, demo=verdicts, problems=(*diagnosis.problems, *wrong))
 
 
 def _tried(engine: Engine) -> Check | None:
@@ -72,13 +92,3 @@ def _engine_problems(checks: Sequence[Check]) -> list[str]:
     if not faults and not any(check.usable for check in checks):
         return ["no engine works here: pip install 'mdps[cpu]', or mdps[gpu] on an NVIDIA card"]
     return faults
-
-
-def _wheel_problems(versions: dict[str, str]) -> list[str]:
-    wheels = [name for name in ORT_WHEELS if name in versions]
-    if len(wheels) < 2:
-        return []
-    return [
-        f"{' and '.join(wheels)} are installed together and overwrite each other: "
-        f"run pip uninstall -y {' '.join(wheels)}, then install one of mdps[cpu] and mdps[gpu]"
-    ]

@@ -1,5 +1,6 @@
 """Opens a bundle's folder as a Detector: verify, pick the calibration, open only the sessions its passes need."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,12 +13,12 @@ import numpy as np
 from mdps.runtime.bundle import Bundle, LoadFields, LoadOptions
 from mdps.runtime.calibration import Calibration, exit_limit
 from mdps.runtime.detector import Detector
-from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, Engine, named
+from mdps.runtime.engines import AUTO, DEFAULT, ENGINES, ORT_WHEELS, Engine, clash, named
 from mdps.runtime.engines.interface import GraphFile, card_module_of, module_of
-from mdps.runtime.errors import BackendError, CalibrationError, require
+from mdps.runtime.errors import BackendError, BackendWarning, CalibrationError, require
 from mdps.runtime.fused import Fused
 from mdps.runtime.graphs import STEPS, GraphEntry, Graphs, step_role
-from mdps.runtime.machine import available_cpus
+from mdps.runtime.machine import available_cpus, installed
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.pipeline import Inspector, Pipeline
 from mdps.runtime.schedule import plan_steps
@@ -68,6 +69,8 @@ def open_detector(bundle: Bundle, options: LoadOptions, make: Callable[[Inspecto
     from mdps.runtime.memory import check_bundle
     from mdps.runtime.placement import place
 
+    if sentence := clash(installed(*ORT_WHEELS)):  # which of them computes depends on the order of installation
+        warnings.warn(sentence, BackendWarning, stacklevel=2)
     check_bundle(bundle, options)
     engine = choose_engine(bundle, options)
     placement = place(bundle, options, engine)

@@ -15,14 +15,13 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image
 
 from mdps.runtime.atomic import LineFile, write_bytes, writing
-from mdps.runtime.calibration import Calibration
 from mdps.runtime.detector import Result
 from mdps.runtime.errors import MdpsError, UsageError
 from mdps.runtime.image_files import LINES, MAPS, OVERLAYS, find_images, odd_pictures, open_file
+from mdps.runtime.overlay import npy, png
 from mdps.runtime.preprocessing import Preprocessing, read_image
 from mdps.runtime.regions import Region
 from mdps.runtime.tiles import Tiling
-from mdps.serving.overlay import HeatRange, heat_picture, heat_range, npy, own_range, png, strip
 
 TABLE, REGIONS, REPORT = "results.csv", "regions.csv", "report.html"
 WHOLE = f"{OVERLAYS}/whole"
@@ -40,7 +39,7 @@ class BatchDetector(Protocol):
 
 
 class FolderDetector(BatchDetector, Protocol):
-    """A detector whose preprocessing and calibration are known, as `predict` needs them."""
+    """A detector of which is known what `predict` needs."""
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -49,10 +48,6 @@ class FolderDetector(BatchDetector, Protocol):
     @property
     def tiles(self) -> Tiling | None:
         """How it cuts images into tiles, judging one at a time; None where it resizes them."""
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The scores and maps of good parts, where they are known."""
 
     @property
     def doubt(self) -> str:
@@ -173,14 +168,14 @@ def predict(
         refuse_previous_run(out)
     _refuse_inputs_in(out, images)
     _prepare(out)
-    rows, heat, judged = [], heat_range(detector.calibration), predictions(detector, images, batch)
+    rows, judged = [], predictions(detector, images, batch)
     with (
         LineFile(out / LINES, once_owned=lambda: _remove_previous_run(out)) as lines,
         LineFile(out / TABLE, TABLE_HEADER) as table,
         LineFile(out / REGIONS, REGIONS_HEADER) as regions,
     ):
         for found, name in zip(judged, output_names(images), strict=True):
-            row = _write_outputs(found, name, out, heat, detector)
+            row = _write_outputs(found, name, out, detector)
             lines.append(row.to_json() + "\n")
             table.append(row.to_csv())
             regions.append(row.regions_csv())
@@ -242,44 +237,19 @@ def _prepare(out: Path) -> None:
         raise UsageError(f"--out {out} cannot be used as a folder: {error.strerror or error}") from error
 
 
-def _write_outputs(
-    found: Prediction, name: str, out: Path, heat_range: HeatRange | None, detector: FolderDetector
-) -> Row:
+def _write_outputs(found: Prediction, name: str, out: Path, detector: FolderDetector) -> Row:
     result = found.result
     if isinstance(result, str):
         return Row(path=str(found.path), verdict="error", error=result)
-    picture = strip(
-        result.observation,
-        result.posterior_sample,
-        result.anomaly_map,
-        result.mask,
-        heat_range or own_range(result.anomaly_map),
-    )
-    row = Row(
-        path=str(found.path),
-        score=float(result.score),
-        threshold=None if result.threshold is None else float(result.threshold),
-        verdict=result.verdict,
-        map=f"{MAPS}/{name}.npy",
-        ms=round(found.ms, 3),
-        early_exit=result.early_exit,
-        judged_by=result.judged_by,
-        doubt=detector.doubt or None,
-        regions=None if result.pixel_limit is None else result.regions,
-        **(result.alignment.told() if result.alignment else {}),
-    )
+    regions, doubt = None if result.pixel_limit is None else result.regions, detector.doubt or None
+    told = result.to_json() | {"regions": regions}
+    row = Row(path=str(found.path), map=f"{MAPS}/{name}.npy", ms=round(found.ms, 3), doubt=doubt, **told)
     _write(out / str(row.map), npy(result.anomaly_map))
-    _write(out / str(row.overlay), png(picture))
+    _write(out / str(row.overlay), png(result.overlay))
     if detector.tiles:
-        _write_whole(result, out / WHOLE / f"{name}.png", heat_range)
+        (out / WHOLE).mkdir(exist_ok=True)
+        _write(out / WHOLE / f"{name}.png", png(result.heat))
     return row
-
-
-def _write_whole(result: Result, path: Path, heat_range: HeatRange | None) -> None:
-    """Write the heat over a photograph that was judged in tiles, pixel for pixel of its map."""
-    heat = heat_range or own_range(result.anomaly_map)
-    path.parent.mkdir(exist_ok=True)
-    _write(path, png(heat_picture(result.observation, result.anomaly_map, heat)))
 
 
 def _write(path: Path, data: bytes) -> None:

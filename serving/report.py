@@ -15,9 +15,9 @@ from mdps import __version__
 from mdps.runtime.atomic import write_bytes, writing
 from mdps.runtime.detector import Detector
 from mdps.runtime.manifest import FILE_NAME
+from mdps.runtime.overlay import thumbnail
 from mdps.runtime.regions import Region
 from mdps.serving.folder import REPORT, Row
-from mdps.serving.overlay import thumbnail
 
 MOST_PICTURES = 500
 MOST_ROWS = 10_000

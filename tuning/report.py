@@ -8,9 +8,9 @@ from typing import Any
 
 from mdps.runtime.atomic import write_bytes, writing
 from mdps.runtime.calibration import Calibration
+from mdps.runtime.overlay import heat_range, own_range, strip, thumbnail
 from mdps.runtime.preprocessing import to_unit
 from mdps.serving.defects import SIZES
-from mdps.serving.overlay import heat_range, own_range, strip, thumbnail
 from mdps.serving.report import HEAD, embedded, flat, settings_table
 from mdps.tuning.candidates import Tried
 from mdps.tuning.outcome import Outcome, Shown

@@ -10,8 +10,8 @@ from PIL import Image
 
 from mdps.benchmarks.data.samples import Box, share_in_box
 from mdps.benchmarks.evaluate.predictions import Prediction
+from mdps.runtime.overlay import HeatRange, strip
 from mdps.runtime.preprocessing import read_image, to_unit
-from mdps.serving.overlay import HeatRange, strip
 
 
 @dataclass(frozen=True)

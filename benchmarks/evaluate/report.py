@@ -22,9 +22,9 @@ from mdps.benchmarks.metrics.found import HEADS as REGION_HEADS
 from mdps.benchmarks.metrics.found import cells
 from mdps.runtime.atomic import new_folder, write_bytes, write_text, writing
 from mdps.runtime.errors import UsageError
+from mdps.runtime.overlay import HeatRange, png, thumbnail
 from mdps.runtime.preprocessing import read_image
 from mdps.serving.folder import Row
-from mdps.serving.overlay import HeatRange, png, thumbnail
 from mdps.serving.report import HEAD, SCRIPT, embedded, flat, image_table, plain_text, settings_table
 
 _STYLE = (

@@ -6,6 +6,7 @@ table imports neither these modules nor any engine's library.
 
 import importlib.util
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,3 +128,14 @@ def named(name: str) -> Engine:
 def wheels() -> tuple[str, ...]:
     """The packages of all engines, each once, in the order of the table."""
     return tuple(dict.fromkeys(wheel for engine in ENGINES for wheel in engine.wheels))
+
+
+def clash(packages: Collection[str]) -> str:
+    """Return a sentence where more than one wheel of ONNX Runtime is among the packages that are installed, else ""."""
+    found = [name for name in ORT_WHEELS if name in packages]
+    if len(found) < 2:
+        return ""
+    return (
+        f"{' and '.join(found)} are installed together and overwrite each other: "
+        f"run pip uninstall -y {' '.join(found)}, then install one of mdps[cpu] and mdps[gpu]"
+    )

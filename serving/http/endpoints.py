@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from mdps import __version__
 from mdps.runtime.detector import Result
+from mdps.runtime.overlay import Unit, heat_picture, heat_range, npy, own_range, plain_picture, png
 from mdps.runtime.preprocessing import to_unit
 from mdps.serving.http import tensors
 from mdps.serving.http.bodies import file_of_form, observe, open_image
@@ -25,7 +26,6 @@ from mdps.serving.http.model import Model
 from mdps.serving.http.refusals import Refusal, bad_request
 from mdps.serving.http.service import Service, Visit, milliseconds, visit
 from mdps.serving.http.telemetry import Seen
-from mdps.serving.overlay import Unit, heat_picture, heat_range, npy, own_range, plain_picture, png
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]

@@ -11,6 +11,7 @@ import pytest
 from mdps.cli import cli
 from mdps.commands import COMMANDS
 from mdps.commands.export import export
+from mdps.runtime.manifest import MIGRATIONS, SCHEMA_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -51,6 +52,12 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
             assert not [word for word in words[2:] if word.startswith("--") and word not in source], words
         else:
             parse(cli if name == "mdps" else export, words)
+
+
+def test_the_promise_for_bundles_names_the_schemas_that_are_read() -> None:
+    promise = (ROOT / "docs/use/running.md").read_text(encoding="utf-8")
+    assert f"`schema_version`, {SCHEMA_VERSION} in this release" in promise
+    assert f"this one reads {min(MIGRATIONS)} to {SCHEMA_VERSION}." in promise
 
 
 def test_a_command_that_is_no_longer_there_is_noticed() -> None:

@@ -1,6 +1,7 @@
-"""The wheel contains the package and no more, and the metadata is complete."""
+"""The wheel contains the package and no more, the metadata is complete, and a build can be repeated."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -14,33 +15,42 @@ from mdps import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"commands", "runtime", "models", "export", "training", "serving", "tuning", "benchmarks"}
-SOURCE = [*PACKAGES, "__init__.py", "cli.py", "py.typed", "pyproject.toml", "README.md", "LICENSE", "tests", "docs"]
+ROOT_FILES = ("__init__.py", "__init__.pyi", "cli.py", "py.typed", "pyproject.toml", "MANIFEST.in", "README.md")
+SOURCE = [*PACKAGES, *ROOT_FILES, "LICENSE", "CHANGELOG.md", "constraints.txt", "tools", "tests", "docs"]
 
 
 @pytest.fixture(scope="module")
-def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the wheel, built from a copy: a build leaves folders in the tree that other tests would see."""
-    tree = tmp_path_factory.mktemp("tree")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders with a source archive and a wheel: made of the archive, and of a tree whose files are a day older.
+
+    Of copies, because a build leaves folders in the tree that other tests would see.
+    """
+    return [build(tmp_path_factory.mktemp("tree"), age) for age in (0, 86_400)]
+
+
+def build(tree: Path, age: int) -> Path:
     for name in SOURCE:
         source = ROOT / name
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, tree / name)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(tree / "dist"),
-        str(tree),
-    ]
+        shutil.copytree(source, tree / name) if source.is_dir() else shutil.copy(source, tree / name)
+    for path in tree.rglob("*"):
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
+    command = [sys.executable, "-m", "build", "--no-isolation", *(["--sdist", "--wheel"] if age else []), str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tree / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    return tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel_files(built: list[Path]) -> set[str]:
+    """Names in the wheel that was made of the source archive."""
+    with zipfile.ZipFile(next(built[0].glob("*.whl"))) as archive:
         return set(archive.namelist())
+
+
+def test_two_builds_are_equal_to_the_byte(built: list[Path]) -> None:
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in built)
+    assert {name.rsplit(".", 1)[1] for name in one} == {"whl", "gz"}
+    assert one == other
 
 
 def test_the_wheel_has_only_the_package_and_its_metadata(wheel_files: set[str]) -> None:
@@ -48,9 +58,9 @@ def test_the_wheel_has_only_the_package_and_its_metadata(wheel_files: set[str]) 
     assert tops == {"mdps", f"mdps-{__version__}.dist-info"}
 
 
-def test_the_top_of_the_package_is_two_modules_and_the_type_marker(wheel_files: set[str]) -> None:
+def test_the_top_of_the_package_is_two_modules_and_what_type_checkers_read(wheel_files: set[str]) -> None:
     inside = {name.split("/", 1)[1] for name in wheel_files if name.startswith("mdps/")}
-    assert {name for name in inside if "/" not in name} == {"__init__.py", "cli.py", "py.typed"}
+    assert {name for name in inside if "/" not in name} == {"__init__.py", "__init__.pyi", "cli.py", "py.typed"}
     assert {name.split("/")[0] for name in inside if "/" in name} == PACKAGES
 
 

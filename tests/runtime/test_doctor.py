@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from mdps.runtime.device import cuda
 from mdps.runtime.engines import ENGINES
 from mdps.runtime.engines.interface import TINY_MODEL, Check
 from mdps.runtime.engines.tensorrt import served_capabilities
-from mdps.runtime.errors import BackendError
+from mdps.runtime.errors import BackendError, BackendWarning
+from mdps.runtime.loading import load
 
 
 class FakeSession:
@@ -104,13 +106,24 @@ def test_a_provider_that_computes_nonsense_is_not_usable(monkeypatch: pytest.Mon
     assert "where [2.0, 5.0] is right" in diagnosis.engines[0].reason
 
 
-def test_two_wheels_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after pip install 'mdps[cpu]' 'mdps[gpu]'."""
+
     def version(name: str) -> str:
         if name in ("onnxruntime", "onnxruntime-gpu"):
             return "1.30.0"
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_a_bundle_is_not_loaded_by_two_wheels_in_silence(two_wheels: None, line_bundle: Path) -> None:
+    with pytest.warns(BackendWarning, match="onnxruntime and onnxruntime-gpu are installed together"):
+        load(line_bundle, threads=1).close()
+
+
+def test_two_wheels_at_once_are_found(two_wheels: None) -> None:
     (problem,) = doctor.diagnose().problems
     assert problem.startswith("onnxruntime and onnxruntime-gpu are installed together")
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem

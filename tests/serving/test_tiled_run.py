@@ -14,11 +14,11 @@ from mdps.commands import predict as command
 from mdps.runtime import load
 from mdps.runtime.errors import UsageError
 from mdps.runtime.manifest import Manifest
+from mdps.runtime.overlay import LARGEST, HeatRange, heat_picture, shrunk, strip
 from mdps.runtime.tiles import Tiling
 from mdps.serving.calibrate import calibrate_folder
 from mdps.serving.fitness import defective
 from mdps.serving.folder import predict
-from mdps.serving.overlay import LARGEST, HeatRange, heat_picture, shrunk, strip
 
 SIDE = 16
 

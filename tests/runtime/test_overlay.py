@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mdps.serving.overlay import HeatRange, own_range, png, strip, thumbnail
+from mdps.runtime.overlay import HeatRange, own_range, png, strip, thumbnail
 
 GREEN = (0, 255, 80)
 
