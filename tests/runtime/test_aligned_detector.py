@@ -1,6 +1,7 @@
 """A detector of aligned parts: it judges what was moved, tells how it lay, and its maps lie as the picture does."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mdps.runtime.errors import ImageError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Observations, Preprocessing, observe
 from mdps.runtime.registration import Aligner, align
+from mdps.runtime.tiles import Tiling
 
 HEIGHT, WIDTH = 96, 128
 
@@ -41,14 +43,19 @@ def aligned(folder, alignment=ALIGNMENT):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Bundles of the published method and of a tuning, with and without an alignment."""
+    """Bundles of the published method, of it in tiles and of a tuning, with and without an alignment."""
     root = tmp_path_factory.mktemp("aligned")
-    made = {"published": tiny.make_bundle(root / "published"), "tuned": tuned_bundle(root / "tuned")}
-    others = {"published": tiny.make_bundle(root / "published-aligned"), "tuned": tuned_bundle(root / "tuned-aligned")}
-    return {name: (folder, aligned(others[name])) for name, folder in made.items()}
+    makers = {"published": tiny.make_bundle, "tuned": tuned_bundle, "tiled": tiled_bundle}
+    return {name: (make(root / name), aligned(make(root / f"{name}-aligned"))) for name, make in makers.items()}
 
 
-@pytest.fixture(params=["published", "tuned"])
+def tiled_bundle(folder):
+    one_pass = tiny.settings_of(masked=None)
+    replace(Manifest.read(tiny.make_bundle(folder, one_pass)), tiles=Tiling(0.25)).write(folder)
+    return folder
+
+
+@pytest.fixture(params=["published", "tuned", "tiled"])
 def detectors(request, folders):
     plain, other = folders[request.param]
     with load(plain, calibrated=False, threads=1) as one, load(other, calibrated=False, threads=1) as two:
@@ -62,16 +69,17 @@ def test_what_is_judged_is_the_moved_picture_and_its_map_lies_as_the_picture_did
     plain, detector = detectors
     aligner = Aligner(ALIGNMENT)
     straight, pose = aligner(Image.fromarray(PICTURES[0]))
-    wanted, found = plain(straight), detector(PICTURES[0])
-    assert found.score == wanted.score != plain(PICTURES[0]).score
+    wanted, found, lying = plain(straight), detector(PICTURES[0]), plain(PICTURES[0])
+    assert found.score == wanted.score != lying.score
     assert found.alignment == pose
     assert found.alignment.shift == pytest.approx((6, -4), abs=0.5)
     assert found.alignment.residual < ALIGNMENT.limit
     box = (0, 0, WIDTH, HEIGHT)
     np.testing.assert_array_equal(found.anomaly_map, aligner.back(wanted.anomaly_map, pose, box))
     np.testing.assert_array_equal(found.mask, aligner.back(wanted.mask, pose, box))
-    seen = detector.preprocessing(PICTURES[0])
-    assert np.abs(found.observation - seen)[:, 1:-1, 1:-1].mean() < np.abs(wanted.observation - seen).mean()
+    assert found.anomaly_map.shape == lying.anomaly_map.shape
+    off, before = (np.abs(one.observation - lying.observation) for one in (found, wanted))
+    assert off[:, 1:-1, 1:-1].mean() < before.mean()
     assert (found.posterior_sample is None) == (wanted.posterior_sample is None)
 
 
