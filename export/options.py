@@ -196,7 +196,7 @@ class ExportOptions:
     ) -> Settings:
         """Return all settings for a network of `size` (H, W) that was trained on such noise, by such a schedule.
 
-        In tiles the range of the mask is frozen: a tile's own says nothing of the picture.
+        In tiles a pass runs under a mask of frozen range: a tile's own says nothing of the picture.
         """
         base = self._base(size)
         base = replace(base, sampler=replace(base.sampler, noise=self.noise or trained_noise))
@@ -205,9 +205,9 @@ class ExportOptions:
             skip is None or self.steps is None,
             f"--steps belongs to the paper's time index; this preset or method counts steps by its skip of {skip}",
         )
-        frozen = "frozen" if tiling else None
-        mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range or frozen)
         sampler, score = self._sampler(base.sampler), self._score(base, size)
+        frozen = "frozen" if tiling and sampler.masked_pass else None
+        mask = _given(base.mask, mask_lambda=self.mask_lambda, range=self.mask_range or frozen)
         if base.mode == "noise-error" and self.eta is None:
             score = replace(score, eta=noise_error_weight(schedule, sampler.first_pass.noise_level))
         return replace(base, sampler=sampler, score=score, mask=mask)

@@ -50,7 +50,7 @@ def load_bundle(bundle: Bundle, options: LoadOptions) -> Detector:
     manifest, sampler = bundle.manifest, bundle.settings.sampler
     for one_pass in sampler.passes:  # a plan that does not fit the schedule should fail now, not on the line
         plan_steps(manifest.schedule, sampler.time_index, one_pass, sampler.eta_ddim)
-    if manifest.tiles:
+    if manifest.tiles and bundle.tuning is None:
         check_tiled(bundle.settings)
     calibration = _calibration(bundle, options) if options.calibrated else None
     exit_limit(calibration, sampler.early_exit, str(bundle.path))  # the detector says so too, but after its engines
@@ -221,6 +221,8 @@ class _Opener:
         whole = self._loop() if tuning is None else self._fused(tuning)
         if manifest.tiles is None:
             return whole
+        if tuning is None:
+            check_tiled(self.bundle.settings)
         size, photograph = manifest.preprocessing.network_size, tuning.photograph if tuning else None
         scope, covered = manifest.scope(self.options.product), manifest.preprocessing.covered_box
         inside = partial(inspected, scope, covered) if scope.restricts else None

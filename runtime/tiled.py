@@ -25,7 +25,7 @@ class Tiled:
     `photograph` makes the view of a tuned detector's features, whose score counts one pixel of the map. `progress` is
     told how many of how many tiles of a picture were judged. `inside` says of a size (H, W) which pixels are inspected,
     by None all: tiles without one are not judged, and what is not inspected is as cold as can be.
-    Raises UsageError for settings by which a tile's result would depend on what else lies in it.
+    The published method's settings are to pass `check_tiled`.
     """
 
     inner: Inspector
@@ -34,9 +34,6 @@ class Tiled:
     photograph: Preprocessing | None = None
     inside: Callable[[Size], NDArray[np.bool_]] | None = None
     progress: Callable[[int, int], object] = field(default=lambda done, of: None, repr=False)
-
-    def __post_init__(self) -> None:
-        check_tiled(self.settings)
 
     @property
     def settings(self) -> Settings:
@@ -65,11 +62,10 @@ class Tiled:
         check_range(self.settings, mask_range)
         sheet = _only(observations)
         canvas, times, tuned = _Canvas(self._plan(sheet)), dict[str, float](), True
-        two = self.settings.sampler.masked_pass is not None
         for rows, views in self._tiles(sheet, canvas.plan):
             found = self.inner.inspect(views, mask_range)
             canvas.add("map", rows, found.anomaly_map)
-            if two:
+            if found.tuned is None and self.settings.sampler.masked_pass:
                 canvas.add("first", rows, found.first_map)
             if len(found.posterior_samples):
                 canvas.add("sample", rows, found.posterior_samples[:: len(found.posterior_samples) // len(rows)])

@@ -130,10 +130,10 @@ class Sheet:
         images = np.stack([to_unit(_cut(self.pixels, (top, left), tile)) for top, left in corners])
         if photograph is None:
             return Observations(images, corners=corners)
-        regions = np.stack([to_unit(self._region(top, left, tile, photograph)) for top, left in corners])
+        regions = np.stack([to_unit(self.region(top, left, tile, photograph)) for top, left in corners])
         return Observations(images, regions, corners=corners)
 
-    def _region(self, top: int, left: int, tile: Size, size: Size) -> Pixels:
+    def region(self, top: int, left: int, tile: Size, size: Size) -> Pixels:
         """Return what a tile shows, of the photograph, at `size` (H, W)."""
         from PIL import Image
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mdps.models.backbones import Backbone
 from mdps.runtime.settings import SamplerSettings
+from mdps.runtime.tuning import StatisticKind
 from mdps.tuning.candidates import BLURS, KINDS, WEIGHTS, Candidate, Raw, Tried
 from mdps.tuning.compiled import Machine, Results
 from mdps.tuning.photographs import Seen, unit
@@ -68,6 +69,7 @@ class Search:
     machine: Machine = field(default_factory=Machine)
     minutes: float = MINUTES
     progress: Progress = lambda *_: None
+    kinds: tuple[StatisticKind, ...] = KINDS
     tried: list[Tried] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     _steps: int = 1
@@ -84,6 +86,8 @@ class Search:
         for name in self._best_samplers():
             self._within(f"features of the residual, {name}", partial(self._residual, name))
         self._sums()
+        if "position" not in self.kinds:
+            self.left_out.append("position (in tiles there is no Gaussian of each place of a whole photograph)")
         for name in self.reconstructor.lacking if self.reconstructor else ():
             self.left_out.append(f"{name} (the bundle has no graph {DDAD}: export it again)")
 
@@ -107,7 +111,7 @@ class Search:
     def _photographs(self, view: View) -> None:
         made = self.work.keep(f"photograph {view}", lambda: self._of_photographs(view))
         source = {f"features of the photograph at {_named(view)}": float(made["ms"])}
-        for kind in KINDS:
+        for kind in self.kinds:
             name = f"{kind}, {_named(view)}"
             self._blurred(made, Statistic(kind, "photograph", view, 0.0), name, source)
 
@@ -122,7 +126,7 @@ class Search:
     def _distances(self, features: Sequence[Sequence[Array]], of: Any, view: View) -> Arrays:
         """Return raw maps by every kind of statistic, given the features of what is fitted to, of good and of bad."""
         found: Arrays = {}
-        for kind in KINDS:
+        for kind in self.kinds:
             module = fit(Statistic(kind, of, view, 0.0), [torch.from_numpy(stage) for stage in features[0]])
             found |= _maps(kind, self.machine.run(module, *features[1:]))
         return found
@@ -182,7 +186,7 @@ class Search:
         ]
         sources = {part: ms for part, ms in source.items() if not part.startswith("pixels")}
         sources |= {f"features of the residual, {name}": float(made["ms"])}
-        for kind in KINDS:
+        for kind in self.kinds:
             statistic = Statistic(kind, "residual", view, 0.0)
             self._blurred(made, statistic, f"{kind} of the residual, {name}", sources, sampler=name)
 

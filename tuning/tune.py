@@ -21,10 +21,11 @@ from mdps.runtime.image_files import find_images, odd_pictures
 from mdps.runtime.loading import choose_engine, open_detector
 from mdps.runtime.manifest import FILE_NAME, Manifest
 from mdps.runtime.pipeline import Inspector
+from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.registration import Aligner, align
 from mdps.runtime.tuning import Tuning
 from mdps.serving.calibrate import calibrated, fingerprint
-from mdps.tuning.candidates import TOP, Candidate, Tried, scale_of, views
+from mdps.tuning.candidates import KINDS, TOP, Candidate, Tried, scale_of, views
 from mdps.tuning.cascade import Found, Judged, Published, look
 from mdps.tuning.compiled import Machine
 from mdps.tuning.crossfit import crossfitted
@@ -37,6 +38,8 @@ from mdps.tuning.reconstruct import Reconstructor
 from mdps.tuning.report import write_report
 from mdps.tuning.search import Images, Progress, Search, choose
 from mdps.tuning.statistics import Distance, Pixels, View
+from mdps.tuning.tiles import cut as cut_tiles
+from mdps.tuning.tiles import framing
 from mdps.tuning.value import Truth, scores
 from mdps.tuning.work import Work, hash_of
 
@@ -85,25 +88,35 @@ def tune(
     """
     refuse_tests(good)
     paths, manifest = find_images([good]), Manifest.read(bundle)
-    require(
-        manifest.tiles is None,
-        f"{bundle} judges photographs in tiles, and a tuning is of whole ones: calibrate it, or export without --scale",
-    )
-    parts = split(len(paths))
-    for sentence in (doubt_of(len(paths)), *odd_pictures(paths, manifest.preprocessing)):
+    resized = None if manifest.tiles else manifest.preprocessing
+    for sentence in (doubt_of(len(paths)), *odd_pictures(paths, resized)):
         if sentence:
             warnings.warn(sentence, stacklevel=2)
     with writing(bundle / FILE_NAME), tempfile.TemporaryFile(dir=bundle):
         pass  # where no file can be made, none of it can be written at the end
     manifest = manifest.with_alignment(asked.product, align(paths) if options.align else None)
-    tuner = Tuner(bundle, manifest, paths, parts, options, asked, rate, progress)
-    work = Work(_work(bundle, options), tuner.key)
-    outcome = tuner.run(work)
+    work, outcome = _searched(bundle, manifest, paths, options, asked, rate, progress)
     if outcome.calibration.doubt:
         warnings.warn(outcome.calibration.doubt, CalibrationWarning, stacklevel=2)
     write_report(report_of(bundle, options), outcome, f"Tuning of {manifest.name}, product {asked.product}")
     work.remove()
     return outcome
+
+
+def _searched(
+    bundle: Path, manifest: Manifest, paths: list[Path], options: TuneOptions, asked: LoadOptions, rate: float,
+    progress: Progress,
+) -> tuple[Work, Outcome]:  # fmt: skip
+    """Return what came of a tuning on the photographs, or on tiles of a half of them."""
+    with tempfile.TemporaryDirectory(prefix="mdps-tiles-") as folder:
+        made = Tuner(bundle, manifest, paths, split(len(paths)), options, asked, rate, progress)
+        if manifest.tiles:
+            progress("cutting tiles", 0.0)
+            align = Aligner(made.alignment) if made.alignment else None
+            cut = cut_tiles(paths, manifest.preprocessing, manifest.tiles, Path(folder), align)
+            made = replace(made, paths=cut.tiles, parts=cut.parts, owners=cut.owners, apart=cut.apart, tiles=cut.each)
+        work = Work(_work(bundle, options), made.key)
+        return work, made.run(work)
 
 
 def report_of(bundle: Path, options: TuneOptions) -> Path:
@@ -126,7 +139,11 @@ def _work(bundle: Path, options: TuneOptions) -> Path:
 
 @dataclass(frozen=True)
 class Tuner:
-    """A bundle, the images to tune it on and how: makes what a search needs, and settles what it found."""
+    """A bundle, the images to tune it on and how: makes what a search needs, and settles what it found.
+
+    In tiles the images are these, each of one of the `owners`, with `tiles` to a photograph that is judged, and the
+    threshold is of photographs `apart`.
+    """
 
     bundle: Path
     manifest: Manifest
@@ -136,6 +153,9 @@ class Tuner:
     asked: LoadOptions
     rate: float
     progress: Progress
+    owners: Sequence[Path] = ()
+    apart: Sequence[Path] = ()
+    tiles: int = 1
 
     def run(self, work: Work) -> Outcome:
         """Search, and write and calibrate the best that keeps the budget."""
@@ -150,13 +170,23 @@ class Tuner:
         files, graphs = self.manifest.files, self.manifest.graphs
         return {
             "bundle": {role: files[graph.file].sha256 for role, graph in graphs.items()},
-            "framing": self.manifest.preprocessing.to_json(),
+            "framing": self.framing.to_json(),
             "images": hash_of(self.paths),
             "defects a kind": self.options.per_kind,
             "settings": self.manifest.settings.to_json(),
             "engine": [self.asked.engine, self.asked.threads],
             "aligned": self.manifest.aligned(self.asked.product),
         }
+
+    @property
+    def framing(self) -> Preprocessing:
+        """What shows the images."""
+        return framing(self.manifest)
+
+    @property
+    def budget(self) -> float:
+        """Milliseconds that one of the images may take."""
+        return self.options.budget_ms / self.tiles
 
     @cached_property
     def views(self) -> list[View]:
@@ -166,7 +196,7 @@ class Tuner:
     @cached_property
     def side(self) -> int:
         """Of the photographs, as they are kept and as the tuned detector will see them."""
-        return side_of(self.paths, self.manifest.preprocessing)
+        return side_of(self.paths, self.framing)
 
     @property
     def alignment(self) -> Alignment | None:
@@ -179,15 +209,16 @@ class Tuner:
         engine = choose_engine(Bundle.of(self.bundle, self.manifest, published), published)
         machine = Machine(engine.name if engine.reads == "onnx" else DEFAULT, self.asked.threads)
         reconstructor = Reconstructor(self.bundle, self.manifest, replace(published, engine=engine.name))
+        kinds = tuple(kind for kind in KINDS if kind != "position" or not self.manifest.tiles)
         return Search(
-            images, cache(self._backbone), reconstructor, work, machine, self.options.minutes, self.progress
+            images, cache(self._backbone), reconstructor, work, machine, self.options.minutes, self.progress, kinds
         )  # fmt: skip
 
     def images(self) -> tuple[Defects, Images]:
         """Return synthetic defects, and the images of a search with them."""
         self.progress("reading images", 0.0)
-        framing, side = self.manifest.preprocessing, self.side
-        align = Aligner(self.alignment) if self.alignment else None
+        framing, side = self.framing, self.side
+        align = Aligner(self.alignment) if self.alignment and not self.manifest.tiles else None
         count = len(self.parts.fit)
         seen = see(self._files(self._rows), framing, side, align)
         fitted, held = seen.pick(range(count)), seen.pick(range(count, len(self._rows)))
@@ -203,6 +234,11 @@ class Tuner:
     def _files(self, rows: Sequence[int]) -> list[Path]:
         return [self.paths[row] for row in rows]
 
+    @property
+    def _whole(self) -> list[Path]:
+        """The images that a calibration is on."""
+        return list(self.apart) or self._files(self._rows)
+
     def _backbone(self, stages: tuple[int, ...]) -> Backbone:
         """Return the bundle's feature network; UsageError where the weights that are found are others."""
         name, known = self.manifest.settings.score.backbone, self.manifest.network.get("backbone_weights_sha256")
@@ -216,21 +252,22 @@ class Tuner:
 
     def _settle(self, search: Search, bad: Defects) -> Outcome:
         """Write the best candidate that keeps the budget when all of it runs together."""
-        budget = self.options.budget_ms
+        budget = self.budget
         while chosen := choose(search.tried, budget):
             try:
                 return self._written(chosen, search, bad)
             except _TooSlowError as slow:
                 self.progress(f"{chosen.candidate.name}: {slow}", 1.0)
-                budget = min(budget * self.options.budget_ms / slow.ms, 0.99 * chosen.ms)
-        raise none_fits(search, self.options.budget_ms)
+                budget = min(budget * self.budget / slow.ms, 0.99 * chosen.ms)
+        raise none_fits(search, self.budget)
 
     def _written(self, chosen: Tried, search: Search, bad: Defects) -> Outcome:
         seen = search.images.fit.joined(search.images.held)
         candidate, modules = crossfitted(search, chosen.candidate, seen)
         good, maps = candidate.fused(len(seen.images), self.manifest.preprocessing.network_size)
         alone = Judged(scores(good, TOP), scores(maps, TOP), self.rate, 0.0)
-        told, settled = evidence(search, chosen, self.options, self.parts), list[tuple[Found, Calibration]]()
+        options = replace(self.options, budget_ms=self.budget)
+        told, settled = evidence(search, chosen, options, self.parts), list[tuple[Found, Calibration]]()
 
         def settle(manifest: Manifest) -> tuple[Tuning, Calibration]:
             found = self._cascade(replace(alone, ms=self._time(manifest)), seen, search)
@@ -239,7 +276,7 @@ class Tuner:
             )
             self.progress("calibrating", 1.0)
             with self._open(replace(manifest, tunings=manifest.tunings | {self.asked.product: tuning})) as loaded:
-                settled.append((found, calibrated(loaded, self._files(self._rows), self.rate)))
+                settled.append((found, calibrated(loaded, self._whole, self.rate)))
             return tuning, settled[0][1]
 
         self.progress(f"writing {chosen.candidate.name}", 1.0)
@@ -248,7 +285,7 @@ class Tuner:
         for row, again in found.maps.items():
             maps[row] = again
         shown = Shown(bad, found.judged.bad, maps)
-        return Outcome(chosen, search, calibration, self.options.budget_ms, found.judged.ms, shown, tuning.evidence)
+        return Outcome(chosen, search, calibration, self.budget, found.judged.ms, shown, tuning.evidence)
 
     def _fused(self, candidate: Candidate, modules: Sequence[Distance | Pixels | None], search: Search) -> Fused:
         terms = candidate.terms([scale_of(raw.good) for raw in candidate.raws])
@@ -263,6 +300,8 @@ class Tuner:
         )
 
     def _cascade(self, alone: Judged, seen: Seen, search: Search) -> Found:
+        if self.manifest.tiles:
+            return Found.none(alone, "a cascade is of whole photographs")
         if not self.options.cascade:
             return Found.none(alone, "it was not asked for")
         published = Published(
@@ -273,18 +312,20 @@ class Tuner:
 
     def _told(self, found: Found, bad: Defects) -> dict[str, Any]:
         """Return the scores that a calibration goes by, and what there is to tell of a cascade."""
-        judged = zip(self._files(self._rows), found.judged.good.tolist(), strict=True)
+        images, fitted = self.owners or self.paths, dict[Path, float]()
+        for row, score in zip(self._rows, found.judged.good.tolist(), strict=True):
+            fitted[images[row]] = max(score, fitted.get(images[row], score))
         return {
             "cascade": found.told,
-            "fitted": {fingerprint(path): score for path, score in judged},
+            "fitted": {fingerprint(path): score for path, score in fitted.items()},
             "found": [list(row) for row in zip(bad.kinds, bad.sizes, found.judged.bad.tolist(), strict=True)],
         }
 
     def _time(self, manifest: Manifest) -> float:
         """Return ms an image; `_TooSlowError` where these exceed the budget."""
         with self._open(manifest) as loaded:
-            ms = median(loaded(path).times["total"] for path in self._files(self._rows)[:TIMED])
-        if ms > SLACK * self.options.budget_ms:
+            ms = median(loaded(path).times["total"] for path in self._whole[:TIMED]) / self.tiles
+        if ms > SLACK * self.budget:
             raise _TooSlowError(ms)
         return ms
 

@@ -94,15 +94,6 @@ def test_no_single_file(bundle):
         export_single_file(bundle)
 
 
-def test_no_tuning(bundle, tmp_path):
-    from mdps.runtime.bundle import LoadOptions
-    from mdps.tuning.options import TuneOptions
-    from mdps.tuning.tune import tune
-
-    with pytest.raises(UsageError, match="a tuning is of whole ones: calibrate it"):
-        tune(bundle, photographs(tmp_path / "good", 4), TuneOptions(), LoadOptions(), rate=0.1)
-
-
 def test_a_strip_of_a_large_photograph_loses_no_hot_pixel():
     height, width = 40, 2 * LARGEST + 1
     observation, sample = np.zeros((2, 3, height, width), np.float16)
