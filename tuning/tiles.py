@@ -80,4 +80,5 @@ def _tiles(
     corners = Plan.of(sheet.size, tile, 0.0).corners
     drawn = stream.permutation(len(corners))[:most]
     side = tuple(max(length, round(length / tiling.scale)) for length in tile)
-    return [Image.fromarray(sheet.region(*corners[index], tile, (side[0], side[1]))) for index in sorted(drawn)]
+    shown = [(int(top), int(left)) for top, left in corners[np.sort(drawn)]]
+    return [Image.fromarray(sheet.region(top, left, tile, (side[0], side[1]))) for top, left in shown]
