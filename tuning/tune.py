@@ -180,7 +180,7 @@ class Tuner:
 
     @property
     def framing(self) -> Preprocessing:
-        """What shows the images."""
+        """The way from a picture to an image."""
         return framing(self.manifest)
 
     @property
