@@ -18,6 +18,9 @@ PACKAGES = {"commands", "runtime", "models", "export", "training", "serving", "t
 ROOT_FILES = ("__init__.py", "__init__.pyi", "cli.py", "py.typed", "pyproject.toml", "MANIFEST.in", "README.md")
 SOURCE = [*PACKAGES, *ROOT_FILES, "LICENSE", "CHANGELOG.md", "constraints.txt", "tools", "tests", "docs"]
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -88,12 +91,20 @@ def test_the_installed_version_is_the_source_version() -> None:
     assert installed == __version__
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_every_extra_resolves(extra: str) -> None:
+    """Its packages can be installed together, by what the registry says of them; none is fetched."""
+    uv = pytest.importorskip("uv", reason="uv is in mdps[dev], and not installed here")
+    command = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--extra", extra, str(ROOT / "pyproject.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "\nnumpy==" in done.stdout
+
+
 def test_constraints_pin_every_direct_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
     wanted = [
-        *project["dependencies"],
-        *(item for extra in ("cpu", "export", "train", "bench", "serve", "dev") for item in extras[extra]),
+        *PROJECT["dependencies"],
+        *(item for extra in ("cpu", "export", "train", "bench", "serve", "dev") for item in EXTRAS[extra]),
     ]
     names = {requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in wanted} - {"mdps"}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
