@@ -81,3 +81,16 @@ def test_a_name_that_is_not_there_is_no_attribute() -> None:
     names = Path(mdps.__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
     assert all(f"import {name} as {name}\n" in names for name in ("demo_detector", "demo_picture", "load"))
     assert {"demo_detector", "demo_picture", "load"} <= set(dir(mdps))
+
+
+@pytest.mark.slow
+def test_it_can_be_made_again_of_the_checkpoint(tmp_path: Path) -> None:
+    """All but the manifest, which names the versions of what made it."""
+    from mdps.benchmarks.demo_detector import make
+
+    make(tmp_path / "files")
+    made = {
+        path.relative_to(FOLDER): path for path in FOLDER.rglob("*") if path.suffix in (".onnx", ".weights", ".png")
+    }
+    assert len(made) == 8
+    assert [name for name, path in made.items() if path.read_bytes() != (tmp_path / "files" / name).read_bytes()] == []
