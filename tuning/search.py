@@ -245,10 +245,10 @@ class Search:
                 self._add(*raws)
         ours = _unlike([one.candidate for one in self._ranked() if not one.candidate.sampler])
         theirs = _unlike([one.candidate for one in self._ranked() if one.candidate.sampler])
-        for mine in dict.fromkeys(raws for one in ours for raws in (one.raws, self._at_both_sizes(one)) if raws):
+        for mine in ours:
             for other in theirs:
                 for weight, of_other in WEIGHTS:
-                    self._add(*mine, *other.raws, weights=(*[weight] * len(mine), of_other))
+                    self._add(*mine.raws, *other.raws, weights=(*[weight] * len(mine.raws), of_other))
         for first, second in combinations(ours, 2):
             together = dict.fromkeys((*first.raws, *second.raws))
             if len({raw.view for raw in together}) < len(together):  # one run of the feature network serves both
@@ -269,8 +269,9 @@ def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
     """Return the best of those within the budget, of equals the simplest, and where it costs little at both sizes.
 
     Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects;
-    of these the one of fewest terms, then the best. The same terms at both sizes of the photograph take its place where
-    their value is less by at most HEDGE. None where nothing fits.
+    of these the one of fewest terms, then the best. Where it needs no reconstruction, which sees another size anyway, the
+    same terms at both sizes of the photograph take its place if their value is less by at most HEDGE. None where
+    nothing fits.
     """
     eligible = [one for one in tried if one.ms <= budget_ms]
     if not eligible:
@@ -284,7 +285,8 @@ def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
 def _hedges(one: Tried, chosen: Tried) -> bool:
     ours, theirs = one.candidate, chosen.candidate
     return (
-        len(ours.sizes) > len(theirs.sizes) > 0
+        not theirs.sampler
+        and len(ours.sizes) > len(theirs.sizes) > 0
         and ours.at_any_size == theirs.at_any_size
         and one.value >= chosen.value - HEDGE
     )
