@@ -143,8 +143,9 @@ def calibrated(detector: Detector, images: Sequence[Path], false_alarm_rate: flo
         known = _known(images, evidence)
         calibration = calibrate(detector, images, false_alarm_rate=false_alarm_rate, each=took, known=known)
     if found := evidence.get("found"):  # a tuning put them into images that it was not yet fitted to
-        names, defective = [(kind, size) for kind, size, _ in found], [score for *_, score in found]
-        return replace(calibration, fitness=told(names, defective, calibration.threshold, scores))
+        kinds, sizes, defective, pixels = zip(*found, strict=True)
+        fitness = told(list(zip(kinds, sizes, strict=True)), defective, pixels, calibration.threshold, scores)
+        return replace(calibration, fitness=fitness)
     detector.calibration = calibration  # its mask range is that under which defects are judged
     per_kind = defects_a_kind(len(images))
     with tqdm(total=per_kind * len(KINDS), desc="images with defects put in", unit="image", disable=None) as bar:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -52,14 +52,18 @@ def measure(
     Raises ImageError for an image that cannot be read, and as `batch` does.
     """
     rows = plan(len(good), per_kind, seed)
-    scores: list[float] = []
+    scores, pixels = list[float](), list[float]()
     batch = 1 if detector.tiles else _BATCH
     for start in range(0, len(rows), batch):
         some = range(start, min(start + batch, len(rows)))
-        made = [_within_scope(detector, good, rows[index], [seed, index]).image for index in some]
-        scores += [result.score for result in detector.batch(made)]
+        made = [_within_scope(detector, good, rows[index], [seed, index]) for index in some]
+        found = detector.batch([one.image for one in made])
+        scores += [result.score for result in found]
+        maps = [result.anomaly_map for result in found]
+        masks = [shown(one.mask, detector.preprocessing, m.shape) for one, m in zip(made, maps, strict=True)]
+        pixels += map(of_pixels, maps, masks)
         progress(len(scores), len(rows))
-    return told([(kind, size) for kind, size, _, _ in rows], scores, threshold, good_scores)
+    return told([(kind, size) for kind, size, _, _ in rows], scores, pixels, threshold, good_scores)
 
 
 def _within_scope(detector: Judge, good: Sequence[Picture], row: tuple[str, str, int, int], seed: list[int]) -> Defect:
@@ -111,7 +115,7 @@ def _photograph(preprocessing: Preprocessing, picture: Picture, tiles: Tiling | 
     return np.array(image)
 
 
-def _shown(preprocessing: Preprocessing, image: NDArray[np.uint8]) -> tuple[slice, slice]:
+def _shown(preprocessing: Preprocessing, image: NDArray[Any]) -> tuple[slice, slice]:
     left, top, right, bottom = preprocessing.covered_box((image.shape[1], image.shape[0]))
     return slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
 
@@ -125,17 +129,47 @@ def _within(whole: tuple[slice, slice], side: Sequence[int], stream: np.random.G
     return rows, columns
 
 
-def told(names: Sequence[tuple[str, str]], defective: ArrayLike, threshold: float, good: ArrayLike) -> Fitness:
-    """Return the fitness by scores of images with defects, each of a kind and a size, and by those of good ones."""
-    scores = np.asarray(defective)
+def told(
+    names: Sequence[tuple[str, str]], defective: ArrayLike, pixels: ArrayLike, threshold: float, good: ArrayLike
+) -> Fitness:
+    """Return the fitness by images with defects, each of a kind and a size: their scores and what `of_pixels` gives.
+
+    `good` are scores of good images.
+    """
+    scores, seen = np.asarray(defective), np.asarray(pixels)
 
     def found(index: int, name: str) -> Found:
-        chosen = scores[[names[index] == name for names in names]]
-        return Found(len(chosen), int((chosen > threshold).sum()), auroc(good, chosen))
+        rows = [of[index] == name for of in names]
+        chosen = scores[rows]
+        both = (auroc(good, chosen) + float(seen[rows].mean())) / 2
+        return Found(len(chosen), int((chosen > threshold).sum()), both)
 
     kinds = {kind: found(0, kind) for kind in dict.fromkeys(kind for kind, _ in names)}
     sizes = {size: found(1, size) for size in SIZES if any(size == of for _, of in names)}
     return Fitness(float(np.mean([kind.auroc for kind in kinds.values()])), kinds, sizes)
+
+
+def of_pixels(anomaly_map: NDArray[np.float32], mask: NDArray[np.bool_]) -> float:
+    """Return the AUROC of the map's pixels in a mask [H, W] against its others; 0.5 where either are none."""
+    return auroc(anomaly_map[~mask], anomaly_map[mask]) if 0 < mask.sum() < mask.size else 0.5
+
+
+def shown(mask: NDArray[np.bool_], preprocessing: Preprocessing, size: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return a photograph's mask [H, W] as far as the preprocessing shows it, at the `size` (h, w) of a map."""
+    rows, columns = _shown(preprocessing, mask)
+    return reduced(mask[rows, columns], size)
+
+
+def reduced(mask: NDArray[np.bool_], size: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return a mask [h, w] at another size: a pixel is set where any that it covers is."""
+    rows, columns = (_covering(old, new) for old, new in zip(mask.shape, size, strict=True))
+    return (rows @ mask.astype(np.float32) @ columns.T) > 0
+
+
+def _covering(old: int, new: int) -> NDArray[np.float32]:
+    """Return [new, old]: 1 where the pixel of the new row overlaps that of the old one."""
+    at, start = np.arange(old) * new, np.arange(new)[:, None] * old
+    return ((at < start + old) & (at + new > start)).astype(np.float32)
 
 
 def auroc(good: ArrayLike, defective: ArrayLike) -> float:

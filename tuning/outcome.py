@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.calibration import Calibration
+from mdps.serving.fitness import of_pixels
 from mdps.tuning.candidates import Tried
 from mdps.tuning.photographs import Defects
 from mdps.tuning.search import Search
@@ -19,6 +20,12 @@ class Shown:
     defects: Defects
     scores: NDArray[np.float32]
     maps: NDArray[np.float32]
+
+    def told(self) -> list[list[Any]]:
+        """Return kind, size, score and `of_pixels` of each."""
+        pixels = [of_pixels(*pair) for pair in zip(self.maps, self.defects.masks, strict=True)]
+        columns = (self.defects.kinds, self.defects.sizes, self.scores.tolist(), pixels)
+        return [list(row) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)

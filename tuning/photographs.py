@@ -13,8 +13,7 @@ from mdps.runtime.image_files import known_headers
 from mdps.runtime.pictures import describe, read_image
 from mdps.runtime.preprocessing import Align, Picture, Preprocessing, to_uint8, to_unit
 from mdps.serving.defects import plan
-from mdps.serving.fitness import defective
-from mdps.tuning.value import reduced
+from mdps.serving.fitness import defective, shown
 
 SEED = 17
 SIDE = 256  # of the largest photographs that are kept
@@ -164,15 +163,8 @@ def defects(
             kind, size, *pair = row
             both = [align(read_image(paths[at]))[0] if align else paths[at] for at in pair]
             one = defective(bundle, both, (kind, size, 0, 1), [seed, index])
-            masks.append(reduced(_covered(one.mask, bundle), bundle.network_size))
+            masks.append(shown(one.mask, bundle, bundle.network_size))
             yield one.image
 
     seen = see(drawn(), bundle, side)
     return Defects(tuple(kind for kind, *_ in rows), tuple(size for _, size, *_ in rows), seen, np.stack(masks))
-
-
-def _covered(mask: NDArray[np.bool_], bundle: Preprocessing) -> NDArray[np.bool_]:
-    """Return the part of a photograph's mask that the network sees."""
-    left, top, right, bottom = bundle.covered_box((mask.shape[1], mask.shape[0]))
-    rows, columns = slice(int(top), max(int(top) + 1, int(bottom))), slice(int(left), max(int(left) + 1, int(right)))
-    return mask[rows, columns]

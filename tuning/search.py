@@ -269,7 +269,7 @@ def choose(tried: Sequence[Tried], budget_ms: float) -> Tried | None:
     """Return the best of those within the budget, of equals the simplest, and where it costs little at both sizes.
 
     Equal to the best are those within one standard error of it (Breiman et al. 1984), taken over the kinds of defects;
-    of these the one of fewest terms, then the best. Where it needs no reconstruction, which sees another size anyway, the
+    of these the one of fewest terms, then the best. Where it reconstructs nothing, which would see another size, the
     same terms at both sizes of the photograph take its place if their value is less by at most HEDGE. None where
     nothing fits.
     """

@@ -271,9 +271,12 @@ class Tuner:
 
         def settle(manifest: Manifest) -> tuple[Tuning, Calibration]:
             found = self._cascade(replace(alone, ms=self._time(manifest)), seen, search)
+            for row, again in found.maps.items():
+                maps[row] = again
             tuning = replace(
-                manifest.tunings[self.asked.product], cascade=found.cascade, evidence=told | self._told(found, bad)
-            )
+                manifest.tunings[self.asked.product], cascade=found.cascade,
+                evidence=told | self._told(found, Shown(bad, found.judged.bad, maps)),
+            )  # fmt: skip
             self.progress("calibrating", 1.0)
             with self._open(replace(manifest, tunings=manifest.tunings | {self.asked.product: tuning})) as loaded:
                 settled.append((found, calibrated(loaded, self._whole, self.rate)))
@@ -282,8 +285,6 @@ class Tuner:
         self.progress(f"writing {chosen.candidate.name}", 1.0)
         tuning = write(self.bundle, self.asked.product, self._fused(candidate, modules, search), settle)
         ((found, calibration),) = settled
-        for row, again in found.maps.items():
-            maps[row] = again
         shown = Shown(bad, found.judged.bad, maps)
         return Outcome(chosen, search, calibration, self.budget, found.judged.ms, shown, tuning.evidence)
 
@@ -310,7 +311,7 @@ class Tuner:
         )  # fmt: skip
         return look(alone, published, self.options.budget_ms, 60 * self.options.minutes - search.work.seconds)
 
-    def _told(self, found: Found, bad: Defects) -> dict[str, Any]:
+    def _told(self, found: Found, shown: Shown) -> dict[str, Any]:
         """Return the scores that a calibration goes by, and what there is to tell of a cascade."""
         images, fitted = self.owners or self.paths, dict[Path, float]()
         for row, score in zip(self._rows, found.judged.good.tolist(), strict=True):
@@ -318,7 +319,7 @@ class Tuner:
         return {
             "cascade": found.told,
             "fitted": {fingerprint(path): score for path, score in fitted.items()},
-            "found": [list(row) for row in zip(bad.kinds, bad.sizes, found.judged.bad.tolist(), strict=True)],
+            "found": shown.told(),
         }
 
     def _time(self, manifest: Manifest) -> float:

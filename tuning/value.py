@@ -57,15 +57,3 @@ def scores(maps: Array, top: int) -> Array:
     flat = maps.reshape(len(maps), -1)
     found: Array = np.partition(flat, -top, axis=1)[:, -top:].mean(axis=1)
     return found
-
-
-def reduced(mask: NDArray[np.bool_], size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return a mask [h, w] at another size: a pixel is set where any that it covers is."""
-    rows, columns = (_covering(old, new) for old, new in zip(mask.shape, size, strict=True))
-    return (rows @ mask.astype(np.float32) @ columns.T) > 0
-
-
-def _covering(old: int, new: int) -> NDArray[np.float32]:
-    """Return [new, old]: 1 where the pixel of the new row overlaps that of the old one."""
-    at, start = np.arange(old) * new, np.arange(new)[:, None] * old
-    return ((at < start + old) & (at + new > start)).astype(np.float32)

@@ -15,14 +15,14 @@ from mdps.runtime.errors import UsageError
 from mdps.runtime.preprocessing import Picture, Preprocessing
 from mdps.runtime.scope import Scope
 from mdps.serving.defects import KINDS, SIZES
-from mdps.serving.fitness import MOST_SIDE, auroc, defective, measure
+from mdps.serving.fitness import MOST_SIDE, auroc, defective, measure, of_pixels, shown
 
 CLEAN = np.full((64, 64, 3), 120, dtype=np.uint8)
 
 
 @dataclass
 class Fake:
-    """Scores by the largest deviation from the clean image, or by noise."""
+    """Maps are the deviation from the clean image, or noise; scores their maxima."""
 
     blind: bool = False
     tiles: None = None
@@ -32,10 +32,12 @@ class Fake:
 
     def batch(self, images: Sequence[Picture]) -> Any:
         self.seen += [np.asarray(image) for image in images]
-        scores = [float(np.abs(np.asarray(image, dtype=float) - 120).max()) for image in images]
+        maps = [np.abs(np.asarray(image, dtype=float) - 120).max(axis=2) for image in images]
+        scores = [float(one.max()) for one in maps]
         if self.blind:
-            scores = np.random.default_rng(len(self.seen)).random(len(images)).tolist()
-        return [SimpleNamespace(score=score) for score in scores]
+            stream = np.random.default_rng(len(self.seen))
+            maps, scores = [stream.random(one.shape) for one in maps], stream.random(len(images)).tolist()
+        return [SimpleNamespace(score=score, anomaly_map=one) for score, one in zip(scores, maps, strict=True)]
 
 
 def test_auroc_is_sklearn_s() -> None:
@@ -66,10 +68,35 @@ def test_a_detector_that_guesses_is_not() -> None:
     assert 0 < sum(kind.found for kind in found.kinds.values()) < 0.3 * 12 * len(KINDS)
 
 
+def test_half_of_it_is_where_in_the_image_the_defect_is_seen() -> None:
+    class Elsewhere(Fake):
+        """Its scores are right, its maps the wrong way round."""
+
+        def batch(self, images: Sequence[Picture]) -> Any:
+            return [SimpleNamespace(score=one.score, anomaly_map=-one.anomaly_map) for one in super().batch(images)]
+
+    found = measure(Elsewhere(), 1.0, [CLEAN], good_scores=[0.0], per_kind=2)
+    assert found.auroc == 0.5
+    assert not found.fit
+
+
+def test_a_mask_is_taken_to_the_size_of_the_map() -> None:
+    """sklearn's AUROC of a map of a quarter of the photograph, cut from the middle."""
+    mask = np.zeros((80, 80), np.bool_)
+    mask[30:41, 42:45] = True
+    seen = shown(mask, Preprocessing((20, 20), crop="input", crop_size=10), (10, 10))
+    wanted = np.zeros((10, 10), np.bool_)
+    wanted[2:6, 5:7] = True  # of 4 x 4 pixels each, from pixel 20 on
+    np.testing.assert_array_equal(seen, wanted)
+    values = np.random.default_rng(0).random((10, 10)).astype(np.float32)
+    assert of_pixels(values, seen) == pytest.approx(roc_auc_score(seen.ravel(), values.ravel()))
+    assert of_pixels(values, np.zeros((10, 10), np.bool_)) == 0.5
+
+
 def test_a_score_at_the_threshold_is_not_found() -> None:
     class Constant(Fake):
         def batch(self, images: Sequence[Picture]) -> Any:
-            return [SimpleNamespace(score=1.0) for _ in images]
+            return [SimpleNamespace(score=1.0, anomaly_map=np.ones((64, 64), np.float32)) for _ in images]
 
     found = measure(Constant(), 1.0, [CLEAN], good_scores=[1.0], per_kind=3)
     assert (found.auroc, {kind.found for kind in found.kinds.values()}) == (0.5, {0})

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from mdps.runtime.preprocessing import Preprocessing
+from mdps.serving.fitness import reduced
 from mdps.tuning.candidates import Candidate, Raw, Tried
 from mdps.tuning.photographs import photograph, split
 from mdps.tuning.search import choose
 from mdps.tuning.statistics import Statistic, View
-from mdps.tuning.value import KindValue, Truth, reduced, worst_aware
+from mdps.tuning.value import KindValue, Truth, worst_aware
 from mdps.tuning.work import Work
 
 
