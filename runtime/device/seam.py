@@ -159,4 +159,8 @@ class DeviceEngine(Protocol):
         """
 
     def close(self) -> None:
-        """Free the engine and its bindings, inside `Driver.current`. May be called twice."""
+        """Free its bindings and then the engine, inside `Driver.current`. May be called twice.
+
+        What holds a binding elsewhere, as the loop does, keeps nothing of the library's alive after this: the driver is
+        closed next, and the memory under it goes.
+        """

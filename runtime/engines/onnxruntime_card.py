@@ -5,7 +5,6 @@ its own and launches that from then on, so the pipeline records nothing around i
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ class OrtEngine:
         self.inputs: Sequence[Port] = session.input_ports
         self.outputs: Sequence[Port] = session.output_ports
         self.largest: Mapping[str, tuple[int, ...]] = {}
-        self._numbers = count(1)
+        self._bound: list[BoundOrt] = []
         for port in (*self.inputs, *self.outputs):
             if port.dtype != np.float32:
                 raise BackendError(f"{session.name} has {port.name!r} in {port.dtype}, not float32: export it again")
@@ -85,9 +84,12 @@ class OrtEngine:
             for port in ports:
                 buffer = self._fitting(port, buffers)
                 bind(port.name, kind, ordinal, np.float32, list(buffer.shape), buffer.address)
-        return BoundOrt(self._session, binding, next(self._numbers))
+        self._bound.append(BoundOrt(self._session, binding, len(self._bound) + 1))
+        return self._bound[-1]
 
     def close(self) -> None:
+        for bound in self._bound:
+            bound.close()
         self._session.close()
 
     def _fitting(self, port: Port, buffers: Mapping[str, Buffer]) -> Buffer:
@@ -104,8 +106,13 @@ class BoundOrt:
     """A `BoundEngine`: an IOBinding, and the number its CUDA graph goes by."""
 
     def __init__(self, session: OrtSession, binding: Any, number: int) -> None:
-        self._session, self._binding, self._number = session, binding, number
+        self._session, self._number = session, number
+        self._binding: Any = binding
 
     def enqueue(self, stream: Stream) -> None:
         """Enqueue on the session's stream, which is the one the pipeline computes on."""
         self._session.run_bound(self._binding, self._number)
+
+    def close(self) -> None:
+        """Free the binding, which holds its session; one of an engine that was closed is never run again."""
+        self._binding = None

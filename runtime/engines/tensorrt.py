@@ -189,7 +189,7 @@ class TrtEngine:
         self._file, self._library, self._scratch, self._kernels = file, library, scratch, kernels
         self._engine: Any = engine
         self.provider = provider
-        self._contexts: list[Any] = []
+        self._bound: list[BoundContext] = []
         if engine.num_optimization_profiles != 1:
             raise BackendError(f"{file} has {engine.num_optimization_profiles} profiles, mdps builds one: export again")
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -203,32 +203,40 @@ class TrtEngine:
     def bind(self, buffers: Mapping[str, Buffer]) -> "BoundContext":
         if self._engine is None:
             raise BackendError(f"{self._file} was closed: load the bundle again")
-        context = self._context()
+        bound = BoundContext(self._context(), self._file, self._reason, self._kernels)
+        self._bound.append(bound)
+        self._place(bound, buffers)
+        return bound
+
+    def close(self) -> None:
+        """Let go of contexts, then of what was compiled for them, then of the engine, whoever else holds a binding."""
+        for bound in self._bound:
+            bound.close()
+        self._bound.clear()
+        if self._kernels is not None:
+            self._kernels.close()
+        self._engine = None
+
+    def _place(self, bound: "BoundContext", buffers: Mapping[str, Buffer]) -> None:
+        """Fix shapes and addresses; BackendError where they do not fit the plan."""
         for port in self.inputs:
             shape = buffers[port.name].shape
-            if not self._fits(port.name, shape) or not context.set_input_shape(port.name, shape):
+            if not self._fits(port.name, shape) or not bound.context.set_input_shape(port.name, shape):
                 low, _, high = self._ranges[port.name]
                 raise BackendError(
                     f"{self._file} takes {port.name!r} from {list(low)} to {list(high)}, not {list(shape)}: export it "
                     "again with that --max-batch"
                 )
         for port in (*self.inputs, *self.outputs):
-            if not context.set_tensor_address(port.name, buffers[port.name].address):
+            if not bound.context.set_tensor_address(port.name, buffers[port.name].address):
                 raise BackendError(f"{self._file} takes no address for {port.name!r}: {self._reason()}")
-        if unknown := context.infer_shapes():
+        if unknown := bound.context.infer_shapes():
             raise BackendError(f"{self._file} does not know the shapes of {', '.join(unknown)}: export it again")
         for port in self.outputs:
-            if (given := tuple(context.get_tensor_shape(port.name))) != buffers[port.name].shape:
+            if (given := tuple(bound.context.get_tensor_shape(port.name))) != buffers[port.name].shape:
                 raise BackendError(
                     f"{self._file} gives {port.name!r} as {list(given)}, expected {list(buffers[port.name].shape)}"
                 )
-        self._contexts.append(context)
-        return BoundContext(context, self._file, self._reason, self._kernels)
-
-    def close(self) -> None:
-        """Close contexts before their engine."""
-        self._contexts.clear()
-        self._engine = None
 
     def _context(self) -> Any:
         user_managed = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -265,14 +273,19 @@ class BoundContext:
     """A `BoundEngine`: an execution context whose shapes and addresses are set."""
 
     def __init__(self, context: Any, file: Path, reason: Callable[[], str], kernels: "Kernels | None") -> None:
-        self._context, self._file, self._reason, self._kernels = context, file, reason, kernels
+        self.context: Any = context
+        self._file, self._reason, self._kernels = file, reason, kernels
 
     def enqueue(self, stream: Stream) -> None:
-        if not self._context.execute_async_v3(stream.handle):
+        if not self.context.execute_async_v3(stream.handle):
             raise BackendError(f"{self._file} was refused by its library: {self._reason()}")
         if self._kernels is not None:  # its first run has compiled what it will need
             self._kernels.keep()
             self._kernels = None
+
+    def close(self) -> None:
+        """Free the context; a binding of an engine that was closed is never run again."""
+        self.context = self._kernels = None
 
 
 class Kernels:
@@ -300,6 +313,10 @@ class Kernels:
                 self._kept = self._file.read_bytes()
                 self._cache.deserialize(self._kept)
         config.set_runtime_cache(self._cache)
+
+    def close(self) -> None:
+        """Free what was compiled; what is kept is in its file."""
+        self._cache = None
 
     def keep(self) -> None:
         """Write down what was compiled since; a BackendWarning where that is not possible."""

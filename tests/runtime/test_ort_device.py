@@ -5,6 +5,8 @@ tested is that they share it, that the results are those of the host's pipeline,
 """
 
 import ctypes
+import gc
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -126,6 +128,24 @@ def test_nothing_crosses_between_images_going_up_and_results_coming_down(tiny_bu
     assert set(driver.asked[1:-1]) == {"copy"}
     pipeline.close()
     assert driver.closed
+
+
+def test_bindings_and_their_sessions_go_before_the_card(tiny_bundle):
+    """By themselves: until somebody collects garbage, the weights of before a reload would stay."""
+    driver = HostDriver()
+    pipeline = open_on_card(CPU, Bundle.read(tiny_bundle), LoadOptions(threads=1), driver)
+    pipeline.inspect(observations(1), (0.0, 1.0))
+    engines = pipeline._engines_on_card.roles.values()
+    held = [weakref.ref(bound._binding._session) for engine in engines for bound in engine._bound]
+    assert len(held) == len(pipeline.engines)
+    left = []
+    driver.close = lambda: left.append(sum(one() is not None for one in held))
+    gc.disable()
+    try:
+        pipeline.close()
+    finally:
+        gc.enable()
+    assert left == [0]
 
 
 def test_torch_and_the_engine_share_the_loop(traced_bundle):

@@ -1,11 +1,13 @@
 """Plans on a card: how they are found, refused, bound and closed, with a fake library; and that its names are real."""
 
+import gc
 import importlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -414,6 +416,30 @@ def test_what_the_library_refuses_is_one_sentence_and_nothing_stays_open(bundle,
         load(bundle, engine=RTX)
     assert "\n" not in str(caught.value)
     assert library.driver.closed
+
+
+def test_contexts_kernels_and_engines_go_before_their_card(bundle, here):
+    """In this order, and by themselves: until somebody collects garbage, the weights of before a reload would stay."""
+    planned(bundle)
+    library, gone = here(), []
+    detector = load(bundle, engine=RTX, max_batch=4)
+    detector.batch(list(PIXELS[:4]))
+    caches = {id(context.config.cache): context.config.cache for context in library.contexts}
+    named_things = {"context": library.contexts, "kernels": list(caches.values()), "engine": library.engines}
+    held = [
+        weakref.ref(one, lambda _, kind=kind: gone.append(kind)) for kind, ones in named_things.items() for one in ones
+    ]
+    assert len(held) == 6 + 3 + 3
+    close = library.driver.close
+    library.driver.close = lambda: (gone.append("card"), close())
+    library.contexts.clear(), library.engines.clear()
+    del caches, named_things
+    gc.disable()
+    try:
+        detector.close()
+    finally:
+        gc.enable()
+    assert gone == ["context", "context", "kernels", "engine"] * 3 + ["card"]
 
 
 def test_a_context_is_made_once_a_batch_size_and_none_a_call(bundle, here):
