@@ -109,7 +109,7 @@ ENGINES = (
     ),
     Engine(
         "onnxruntime-tensorrt", "ONNX Runtime, TensorRT", _HERE + "onnxruntime_card", "onnxruntime",
-        ("onnxruntime-gpu", "tensorrt", "torch"), "gpu",
+        ("onnxruntime-gpu", "tensorrt", "torch"), "gpu-tensorrt",
         on_card=True, provider="TensorrtExecutionProvider", builds=True,
     ),
 )  # fmt: skip

@@ -1,10 +1,13 @@
 """ONNX Runtime: sessions on the processor and, through its providers, on a card."""
 
+import contextlib
+import ctypes
+import importlib
+import io
 import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.bundle import LoadOptions
-from mdps.runtime.engines import DEFAULT, Engine
+from mdps.runtime.engines import DEFAULT, ENGINES, Engine
 from mdps.runtime.engines.interface import TINY_MODEL, Check, GraphFile, tried
 from mdps.runtime.errors import BackendError, BackendWarning, first_line
 from mdps.runtime.machine import available_cpus
@@ -102,10 +105,7 @@ def probe(engine: Engine) -> Check | None:
     library.set_default_logger_severity(4)  # what it would print is in our sentences
 
     def double(x: NDArray[Any]) -> Any:
-        session = library.InferenceSession(TINY_MODEL, providers=[engine.provider])
-        if engine.provider not in (active := session.get_providers()):
-            raise BackendError(f"listed, but the session took {active[0]}: its libraries do not load here")
-        return session.run(None, {"x": x})[0]
+        return _session(library, TINY_MODEL, engine.provider).run(None, {"x": x})[0]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -180,7 +180,7 @@ class OrtSession:
             raise BackendError(f"{self._path} was closed: open it again")
         return self._session
 
-    @contextmanager
+    @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
             yield
@@ -254,25 +254,54 @@ def _open(path: Path, wanted: str, threads: int, provider_options: dict[str, str
             f"the engine {DEFAULT}"
         )
     try:
-        session = library.InferenceSession(
-            str(path),
-            session_options(library, threads, wanted),
-            providers=[wanted],
-            provider_options=[provider_options],
-        )
+        options = session_options(library, threads, wanted)
+        session = _session(library, str(path), wanted, sess_options=options, provider_options=[provider_options])
     except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
         raise BackendError(f"{path} cannot be loaded on {wanted}: {_reason(error)}") from error
-    # The library falls back to the CPU without raising, so only the session knows what runs.
-    active = session.get_providers()
-    if active[0] != wanted:
-        raise BackendError(
-            f"{wanted} was asked for but {path} would run on {', '.join(active)}: the provider's libraries do not load "
-            "here (CUDA needs the driver, CUDA and cuDNN that onnxruntime-gpu names): repair them, or ask for the "
-            f"engine {DEFAULT}"
-        )
     _refuse_strays(library, session, wanted, path)
-    session.disable_fallback()
     return session
+
+
+def _session(library: Any, model: str | bytes, wanted: str, **how: Any) -> Any:
+    """Return a session on this provider; an exception of the library's, or BackendError where it took another.
+
+    Forbidden to fall back at its construction: it would do so with lines on stdout, and without the reason.
+    """
+    if wanted != CPU:
+        _load_cuda(library)
+    try:
+        session = library.InferenceSession(model, providers=[wanted], enable_fallback=0, **how)
+    except RuntimeError as error:  # of a provider that is missing a library, it tells where in its source it noticed
+        if missing := _missing(library, wanted):
+            raise BackendError(missing) from error
+        raise
+    # A provider that does not load is left out without raising, so only the session knows what runs.
+    if (active := session.get_providers()[0]) != wanted:
+        raise BackendError(f"it would run on {active}: {_missing(library, wanted) or 'the library gives no reason'}")
+    return session
+
+
+def _load_cuda(library: Any) -> None:
+    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels, where no loader looks; what is missing, `_missing` says."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if hasattr(library, "preload_dlls"):
+            library.preload_dlls()
+        with contextlib.suppress(ImportError, OSError):
+            importlib.import_module("tensorrt")
+
+
+def _missing(library: Any, provider: str) -> str:
+    """Return which shared library a provider on a card lacks, by the loader's word, and what to do; or nothing."""
+    row = next(one for one in ENGINES if one.provider == provider)
+    kind = provider.removesuffix("ExecutionProvider").lower()
+    folder = Path(getattr(library, "__file__", "")).parent / "capi"
+    for file in folder.glob(f"*onnxruntime_providers_{kind}.*"):
+        try:
+            ctypes.CDLL(str(file))
+        except OSError as error:
+            driver = "install NVIDIA's driver" if "libcuda.so" in str(error) else f'pip install "mdps[{row.extra}]"'
+            return f"{_reason(error)}: {driver}, or ask for the engine {DEFAULT}"
+    return ""
 
 
 def _refuse_strays(library: Any, session: Any, wanted: str, path: Path) -> None:

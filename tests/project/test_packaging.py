@@ -10,8 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from mdps import __version__
+from mdps.runtime.engines import ENGINES, named
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"commands", "runtime", "models", "export", "training", "serving", "tuning", "benchmarks"}
@@ -110,3 +112,16 @@ def test_constraints_pin_every_direct_dependency() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
     assert names <= pinned
+
+
+def test_an_extra_brings_what_its_engine_loads() -> None:
+    """CUDA with ONNX Runtime, whose graphs replay without waiting from 1.31 on; TensorRT 10 with its provider."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {engine.extra for engine in ENGINES} <= set(extras)
+    gpu = {one.name: one for one in map(Requirement, extras["gpu"])}["onnxruntime-gpu"]
+    assert gpu.extras == {"cuda", "cudnn"}
+    assert (gpu.specifier.contains("1.30"), gpu.specifier.contains("1.31.1")) == (False, True)
+    provider = {one.name: one for one in map(Requirement, extras[named("onnxruntime-tensorrt").extra])}
+    assert provider["mdps"].extras == {"gpu"}
+    releases = {version: provider["tensorrt"].specifier.contains(version) for version in ("10.8", "10.16.1.11", "11.4")}
+    assert releases == {"10.8": False, "10.16.1.11": True, "11.4": False}

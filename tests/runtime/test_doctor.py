@@ -1,10 +1,12 @@
 """The doctor believes no list: providers are tried, wheels counted, faults named."""
 
 import importlib.metadata
+import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,14 +28,19 @@ from mdps.runtime.loading import load
 
 
 class FakeSession:
-    """A session that may take another provider than asked for, as the GPU wheel does, or compute nonsense."""
+    """A session that may take another provider than asked for, as the GPU wheel does, or compute nonsense.
+
+    It falls back as the real one does, on stdout, where that is not forbidden.
+    """
 
     active = ("CPUExecutionProvider",)
     factor = 2.0
 
-    def __init__(self, model: bytes, providers: list[str]) -> None:
+    def __init__(self, model: bytes, providers: list[str], enable_fallback: int = 1) -> None:
         if providers == ["TensorrtExecutionProvider"]:
-            raise RuntimeError("libnvinfer.so.10: cannot open\nstack of the library")
+            if not enable_fallback:
+                raise RuntimeError("libnvinfer.so.10: cannot open\nstack of the library")
+            print("*************** EP Error ***************")
 
     def run(self, _: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         return [feeds["x"] * self.factor]
@@ -58,6 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch, session: type, providers: list[str]
         InferenceSession=session,
         get_available_providers=lambda: providers,
         set_default_logger_severity=lambda level: None,
+        preload_dlls=lambda: print("Failed to load libcublasLt.so.13"),
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
     hide(monkeypatch, "openvino", "MNN", "torch")
@@ -96,7 +104,30 @@ def test_a_provider_that_is_listed_but_falls_back_is_not_usable(monkeypatch: pyt
     cpu, cuda, tensorrt = doctor.diagnose().engines
     assert (tensorrt.usable, cuda.usable, cpu.usable) == (False, False, True)
     assert tensorrt.reason == "libnvinfer.so.10: cannot open"
-    assert "took CPUExecutionProvider" in cuda.reason
+    assert "would run on CPUExecutionProvider" in cuda.reason
+
+
+_ORT = {"missing": None, "damaged": SimpleNamespace(), "cpu": ["CPUExecutionProvider"]}
+_ORT["gpu"] = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize("ort", _ORT)
+def test_the_report_is_json_whatever_is_installed(
+    ort: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of every other library: whether it is missing, or there and broken."""
+    others = ("openvino", "MNN", "torch", "tensorrt", "tensorrt_rtx_bindings")
+    monkeypatch.setattr(engines, "ENGINES", ENGINES)
+    for there in product((False, True), repeat=len(others)):
+        if isinstance(_ORT[ort], list):
+            install(monkeypatch, FakeSession, _ORT[ort])
+        else:
+            monkeypatch.setitem(sys.modules, "onnxruntime", _ORT[ort])
+        for name, broken in zip(others, there, strict=True):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name) if broken else None)
+        code = run(cli, ["doctor", "--json"])
+        found = json.loads(capfd.readouterr().out)
+        assert (code, found["works"]) == ((0, True) if ort in ("cpu", "gpu") else (1, False)), there
 
 
 def test_a_provider_that_computes_nonsense_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:

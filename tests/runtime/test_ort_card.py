@@ -52,7 +52,8 @@ class FakeLibrary:
         library, self.calls, self.entries = self, [], {}
 
         class Session:
-            def __init__(self, path, options, providers, provider_options):
+            def __init__(self, path, sess_options, providers, provider_options, enable_fallback):
+                assert not enable_fallback
                 library.providers, library.options = providers, provider_options
                 if "session.disable_cpu_ep_fallback" in library.entries and strays:
                     raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : This session contains graph nodes on CPU EP")
@@ -65,9 +66,6 @@ class FakeLibrary:
 
             def get_outputs(self):
                 return [SimpleNamespace(name="y")]
-
-            def disable_fallback(self):
-                pass
 
             def io_binding(self):
                 return FakeBinding(library.calls)
@@ -188,7 +186,7 @@ def test_a_library_that_does_not_tell_is_forbidden_to_fall_back(install, graph):
 
 def test_a_session_that_runs_elsewhere_altogether_is_an_error(install, graph):
     install(active="CPUExecutionProvider")
-    with pytest.raises(BackendError, match=r"was asked for but .* would run on CPUExecutionProvider"):
+    with pytest.raises(BackendError, match=r"cannot be loaded on Tensorrt.*: it would run on CPUExecutionProvider"):
         OrtSession(graph, TENSORRT, 1)
 
 
