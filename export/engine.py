@@ -26,7 +26,7 @@ from mdps.runtime.user_cache import cache_folder
 Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 DEFAULT_CAPABILITIES = ("8.6", "8.9", "12.0")
 """Ampere, Ada and Blackwell cards, which TensorRT-RTX is made for."""
-OPTIONS = {"tf32": False, "strongly_typed": True}
+OPTIONS = {"tf32": False, "strongly_typed": True, "user_allocation": True}
 """Build options that are part of a plan's key."""
 _SHOW_ONE = "show it that card alone with CUDA_VISIBLE_DEVICES=UUID, of `nvidia-smi -L`"
 
@@ -116,6 +116,8 @@ class Builder:
         config.clear_flag(self.library.BuilderFlag.TF32)  # float32 asked for is float32
         config.profiling_verbosity = self.library.ProfilingVerbosity.DETAILED  # or the inspector tells no types
         if is_rtx(self.engine):
+            # Without it a run may allocate memory, which is forbidden while it is recorded as a CUDA graph.
+            config.set_flag(self.library.BuilderFlag.REQUIRE_USER_ALLOCATION)
             config.num_compute_capabilities = len(self.capabilities)
             for index, capability in enumerate(self.capabilities):
                 config.set_compute_capability(served_capabilities(self.library)[capability], index)

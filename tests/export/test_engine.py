@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from mdps.export import ExportOptions, export_bundle
 from mdps.export import engine as engine_module
-from mdps.export.engine import Builder, Built, inspected_types, parseable
+from mdps.export.engine import OPTIONS, Builder, Built, inspected_types, parseable
 from mdps.export.graph import WeightStore, write
 from mdps.export.norms import ByChannel, Grouped, NormForm
 from mdps.export.plans import add_plans, profile_of
@@ -29,6 +29,7 @@ from mdps.models.unet import UNet, UNetConfig
 from mdps.runtime import cards as cards_module
 from mdps.runtime.cards import Card
 from mdps.runtime.engines import named
+from mdps.runtime.engines.tensorrt import logger
 from mdps.runtime.errors import BackendError, UsageError
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.schedule import NoiseSchedule
@@ -283,6 +284,16 @@ def test_what_the_parser_does_not_know_is_named_in_one_sentence(rtx: Builder, tm
     with pytest.raises(BackendError, match=r"does not read odd\.onnx: .*\(node odd, operator Det\)") as caught:
         rtx.build(path, profile_of(path, (1, 1, 4), None), "fp32")
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_of_rtx_allocates_nothing_while_it_is_recorded(rtx: Builder, tmp_path: Path) -> None:
+    path, log = one_node("Relu", tmp_path / "g.onnx"), logger(rtx.library)
+    builder = rtx.library.Builder(log)
+    network = rtx._parsed(builder, log, path)
+    config = rtx._config(builder, network, {"x": ((1, 4, 4), (1, 4, 4), (4, 4, 4))})
+    assert config.get_flag(rtx.library.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    assert builder.build_serialized_network(network, config) is not None
+    assert OPTIONS["user_allocation"]  # a plan of before has another key
 
 
 def test_a_build_that_fails_is_one_sentence(rtx: Builder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
