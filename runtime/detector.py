@@ -22,7 +22,7 @@ from mdps.runtime.engines import DEFAULT
 from mdps.runtime.errors import BackendError, ImageError, require
 from mdps.runtime.inspected import restricted
 from mdps.runtime.manifest import Manifest
-from mdps.runtime.overlay import HeatRange, heat_picture, heat_range, own_range, png, strip
+from mdps.runtime.overlay import HeatRange, heat_picture, heat_range, own_range, photograph_picture, png, strip
 from mdps.runtime.pipeline import Inspection, Inspector
 from mdps.runtime.preprocessing import Observations, Picture, Preprocessing, Views, observe
 from mdps.runtime.regions import Box, Region, find
@@ -88,12 +88,17 @@ class Result:
     @property
     def overlay(self) -> Image.Image:
         """One picture of the image, its reconstruction, the map's heat over the image and the mask's contour."""
-        return strip(self.observation, self.posterior_sample, self.anomaly_map, self.mask, self._drawn_as)
+        sample, drawn_as = self.posterior_sample, self._drawn_as
+        return strip(self.observation, sample, self.anomaly_map, self.mask, drawn_as, self.regions, self.box)
 
     @property
     def heat(self) -> Image.Image:
         """The map's heat over the image alone, of tiled photographs pixel for pixel of the map."""
-        return heat_picture(self.observation, self.anomaly_map, self._drawn_as)
+        return heat_picture(self.observation, self.anomaly_map, self._drawn_as, self.regions, self.box)
+
+    def heat_over(self, photograph: Image.Image) -> Image.Image:
+        """The map's heat over the upright photograph that was judged, at the photograph's resolution."""
+        return photograph_picture(photograph, self.anomaly_map, self._drawn_as, self.regions, self.box)
 
     @property
     def _drawn_as(self) -> HeatRange:

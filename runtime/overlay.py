@@ -1,16 +1,17 @@
 """Pictures of a result: image, reconstruction, anomaly map as heat, mask as a contour, side by side."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from mdps.runtime.calibration import Calibration
-from mdps.runtime.preprocessing import to_uint8
+from mdps.runtime.preprocessing import to_uint8, to_unit
+from mdps.runtime.regions import Box, Region
 
 Unit = NDArray[np.float32]  # [3, H, W], values in [-1, 1]
 Pixels = NDArray[np.uint8]  # [H, W, 3]
@@ -19,6 +20,7 @@ LARGEST = 2048  # and in a strip larger ones are shrunk by one until no side has
 _BAND = 256  # rows that are drawn together
 _GAP = 4
 _CONTOUR = (0, 255, 80)
+_FRAME = (0, 200, 255)
 # Black through red and yellow to white: brighter is worse, also for a reader who sees no colours.
 _HEAT_AT = (0.0, 0.35, 0.7, 1.0)
 _HEAT = ((0.0, 0.0, 0.0), (200.0, 20.0, 20.0), (255.0, 200.0, 0.0), (255.0, 255.0, 255.0))
@@ -56,6 +58,8 @@ def strip(
     anomaly_map: NDArray[np.float32],
     mask: NDArray[np.bool_],
     heat_range: HeatRange,
+    regions: Sequence[Region] = (),
+    box: Box | None = None,
 ) -> Image.Image:
     """One picture of four tiles: the image, its reconstruction, the map's heat over the image, the mask's contour.
 
@@ -64,6 +68,7 @@ def strip(
         anomaly_map: [H, W], in the unit of the score.
         mask: [H, W], True where the part may be anomalous.
         heat_range: what map values are drawn as no and full heat.
+        regions, box: those of `Result`, framed in the heat.
 
     Of images larger than `LARGEST` a tile shows means of pixels, and the largest values of map and mask.
     """
@@ -73,16 +78,53 @@ def strip(
         mask = shrunk(mask, step, np.max)
     factor, enlarge = _enlarger(anomaly_map)
     image = enlarge(to_uint8(observation))
-    heat = enlarge(_heat_over(observation, anomaly_map, heat_range))
+    heat = np.asarray(heat_picture(observation, anomaly_map, heat_range, regions, box))
     contour = _draw_contour(image, np.kron(mask, np.ones((factor, factor), bool)).astype(bool))
     made = [] if posterior_sample is None else [enlarge(to_uint8(posterior_sample))]
     return _side_by_side([image, *made, heat, contour])
 
 
-def heat_picture(observation: Unit, anomaly_map: NDArray[np.float32], heat_range: HeatRange) -> Image.Image:
+def heat_picture(
+    observation: Unit,
+    anomaly_map: NDArray[np.float32],
+    heat_range: HeatRange,
+    regions: Sequence[Region] = (),
+    box: Box | None = None,
+) -> Image.Image:
     """The map's heat over the image, enlarged as in `strip`, which describes the arguments."""
     _, enlarge = _enlarger(anomaly_map)
-    return Image.fromarray(enlarge(_heat_over(observation, anomaly_map, heat_range)))
+    height, width = observation.shape[1:]
+    drawn = Image.fromarray(enlarge(_heat_over(observation, anomaly_map, heat_range)))
+    return framed(drawn, regions, box or (0.0, 0.0, float(width), float(height)))
+
+
+def photograph_picture(
+    photograph: Image.Image,
+    anomaly_map: NDArray[np.float32],
+    heat_range: HeatRange,
+    regions: Sequence[Region] = (),
+    box: Box | None = None,
+) -> Image.Image:
+    """The heat over the upright photograph itself, at its resolution, with the regions framed."""
+    whole = (0.0, 0.0, float(photograph.width), float(photograph.height))
+    left, top, right, bottom = map(round, box or whole)
+    shown = photograph.crop((left, top, right, bottom))
+    heat = Image.fromarray(anomaly_map).resize(shown.size, Image.Resampling.BILINEAR)
+    drawn = photograph.copy()
+    drawn.paste(Image.fromarray(_heat_over(to_unit(np.asarray(shown)), np.asarray(heat), heat_range)), (left, top))
+    return framed(drawn, regions, whole)
+
+
+def framed(picture: Image.Image, regions: Sequence[Region], shown: Box) -> Image.Image:
+    """Draw a frame around each region; `shown` is what of the photograph the picture shows."""
+    draw, line = ImageDraw.Draw(picture), max(1, round(max(picture.size) / 400))
+    across, down = picture.width / (shown[2] - shown[0]), picture.height / (shown[3] - shown[1])
+    for region in regions:
+        left, top, width, height = region.box
+        x, y = round((left - shown[0]) * across), round((top - shown[1]) * down)
+        end = x + round(width * across) - 1 + line, y + round(height * down) - 1 + line
+        draw.rectangle((x - line, y - line, *end), outline=_FRAME, width=line)
+    return picture
 
 
 def plain_picture(observation: Unit) -> Image.Image:

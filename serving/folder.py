@@ -145,7 +145,8 @@ def predict(
 
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
-    range of the calibration, without one each in its own; of photographs in tiles one in WHOLE is as large as the map.
+    range of the calibration, without one each in its own; those in WHOLE are as large as the photograph, where
+    it has regions, or as its map, where it is judged in tiles.
     Warns of images that are odd for the network before it judges any.
 
     Args:
@@ -246,9 +247,10 @@ def _write_outputs(found: Prediction, name: str, out: Path, detector: FolderDete
     row = Row(path=str(found.path), map=f"{MAPS}/{name}.npy", ms=round(found.ms, 3), doubt=doubt, **told)
     _write(out / str(row.map), npy(result.anomaly_map))
     _write(out / str(row.overlay), png(result.overlay))
-    if detector.tiles:
+    if detector.tiles or result.regions:
         (out / WHOLE).mkdir(exist_ok=True)
-        _write(out / WHOLE / f"{name}.png", png(result.heat))
+        whole = result.heat if detector.tiles else result.heat_over(read_image(found.path))
+        _write(out / WHOLE / f"{name}.png", png(whole))
     return row
 
 

@@ -7,8 +7,6 @@ import time
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -116,6 +114,7 @@ class Protocol:
         predicted.stages["prepare"] += parsing
         begun = time.perf_counter()
         name, version, result = here.model.name, here.model.version, predicted.result
+        await service.on_thread(lambda: result.regions)  # for the page: of a large map they take a while
         parameters = {**milliseconds(predicted.stages), **_how(result), **here.model.doubt}
         content, head = await service.on_thread(lambda: tensors.answer(name, version, asked, result, parameters))
         times = here.finish(service, predicted, time.perf_counter() - begun)
@@ -181,8 +180,9 @@ class Inspecting:
         result, begun, encoding = predicted.result, time.perf_counter(), _choice(request, "map", _MAPS)
         answer: dict[str, Any] = {"model": model.name, "score": result.score, "threshold": result.threshold}
         answer |= {"verdict": result.verdict, **_how(result), **model.doubt}
+        regions = await service.on_thread(lambda: result.regions)
         if result.pixel_limit is not None:
-            answer["regions"] = [region.to_json() for region in result.regions]
+            answer["regions"] = [region.to_json() for region in regions]
         shown = None if encoding == "none" else await service.on_thread(lambda: _encoded(model, result, encoding))
         answer["times_ms"] = times = here.finish(service, predicted, time.perf_counter() - begun)
         if _choice(request, "record", _RECORD) == "yes":
@@ -210,13 +210,13 @@ def _choice(request: Request, name: str, values: tuple[str, ...]) -> str:
 
 
 def _encoded(model: Model, result: Result, encoding: str) -> str:
-    data = npy(result.anomaly_map) if encoding == "npy" else _heat(model, result.observation, result.anomaly_map)
+    data = npy(result.anomaly_map) if encoding == "npy" else _heat(model, result.observation, result)
     return base64.b64encode(data).decode("ascii")
 
 
-def _heat(model: Model, observation: Unit, anomaly_map: NDArray[np.float32]) -> bytes:
-    drawn_as = heat_range(model.detector.calibration) or own_range(anomaly_map)
-    return png(heat_picture(observation, anomaly_map, drawn_as))
+def _heat(model: Model, observation: Unit, found: Result | Seen) -> bytes:
+    drawn_as = heat_range(model.detector.calibration) or own_range(found.anomaly_map)
+    return png(heat_picture(observation, found.anomaly_map, drawn_as, found.regions, found.box))
 
 
 def page(status: int = 200) -> Response:
@@ -311,4 +311,4 @@ class Screen:
 
 def _draw(model: Model, seen: Seen, layer: str) -> bytes:
     observation = to_unit(seen.pixels)
-    return png(plain_picture(observation)) if layer == "image" else _heat(model, observation, seen.anomaly_map)
+    return png(plain_picture(observation)) if layer == "image" else _heat(model, observation, seen)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mdps.runtime.detector import Result
 from mdps.runtime.preprocessing import to_uint8
+from mdps.runtime.regions import Box, Region
 
 _LOGGER = logging.getLogger("mdps.serve")
 _WAITING = 10_000  # lines; more are dropped and counted
@@ -175,10 +176,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Seen:
-    """The sources of a drawn picture: uint8 [H, W, 3], the anomaly map [H, W]."""
+    """The sources of a drawn picture: uint8 [H, W, 3], the anomaly map [H, W], regions and box of the `Result`."""
 
     pixels: NDArray[np.uint8]
     anomaly_map: NDArray[np.float32]
+    regions: tuple[Region, ...] = ()
+    box: Box | None = None
 
 
 class Live:
@@ -199,7 +202,9 @@ class Live:
         self._newest = (number, result)
         if result.verdict == "fail":
             # Copies: a result's arrays are views of its whole batch.
-            self._failures[number] = Seen(to_uint8(result.observation), result.anomaly_map.copy())
+            self._failures[number] = Seen(
+                to_uint8(result.observation), result.anomaly_map.copy(), result.regions, result.box
+            )
             if len(self._failures) > _FAILURES:
                 self._failures.popitem(last=False)
 
@@ -218,5 +223,5 @@ class Live:
             return self._failures[number]
         if self._newest is not None and self._newest[0] == number:
             result = self._newest[1]
-            return Seen(to_uint8(result.observation), result.anomaly_map)
+            return Seen(to_uint8(result.observation), result.anomaly_map, result.regions, result.box)
         return None

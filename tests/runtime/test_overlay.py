@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mdps.runtime.detector import Result
 from mdps.runtime.overlay import HeatRange, own_range, png, strip, thumbnail
+from mdps.runtime.regions import find
 
-GREEN = (0, 255, 80)
+GREEN, BLUE = (0, 255, 80), (0, 200, 255)
 
 
 def tiles(picture: Image.Image, width: int) -> list[np.ndarray]:
@@ -63,6 +65,49 @@ def test_the_contour_is_the_rim_of_the_mask_and_nothing_else() -> None:
     rim = mask.copy()
     rim[51:99, 61:119] = False
     assert (drawn == rim).all()
+
+
+def test_regions_are_framed_in_the_heat_where_they_lie() -> None:
+    anomaly_map = np.zeros((64, 64), np.float32)
+    anomaly_map[16:24, 8:40] = 1.0
+    image, regions = np.zeros((3, 64, 64), np.float32), find(anomaly_map, 0.5, (100.0, 0.0, 740.0, 320.0))
+    (region,) = regions
+    assert region.box == (180, 80, 320, 40)
+    mask = np.zeros((64, 64), bool)
+    picture = strip(image, image, anomaly_map, mask, HeatRange(0, 1), regions, (100.0, 0.0, 740.0, 320.0))
+    first, _, heat, _ = ((tile == BLUE).all(axis=2) for tile in tiles(picture, 256))
+    inner = np.zeros((256, 256), bool)
+    inner[64:96, 32:160] = True  # four pixels for one of the map
+    outer = np.zeros((256, 256), bool)
+    outer[63:97, 31:161] = True
+    assert not first.any()
+    np.testing.assert_array_equal(heat, outer & ~inner)
+
+
+def test_the_photograph_itself_is_drawn_at_its_own_resolution() -> None:
+    photograph = Image.new("RGB", (300, 200), (200, 100, 50))
+    anomaly_map = np.zeros((4, 4), np.float32)
+    anomaly_map[1, 2] = 1.0
+    nothing = np.zeros((3, 4, 4), np.float32)
+    result = Result(
+        1.0,
+        0.5,
+        "fail",
+        anomaly_map,
+        anomaly_map > 1,
+        None,
+        nothing,
+        {},
+        heat_range=HeatRange(0, 1),
+        pixel_limit=0.5,
+        box=(100.0, 0.0, 300.0, 200.0),
+    )
+    pixels = np.asarray(result.heat_over(photograph))
+    assert pixels.shape == (200, 300, 3)
+    assert (pixels[:, :100] == (200, 100, 50)).all()  # what the map does not show
+    assert (pixels[49, 200:250] == BLUE).all()
+    assert (pixels[100, 200:250] == BLUE).all()
+    assert pixels[75, 225].astype(int).sum() > pixels[150, 110].astype(int).sum()
 
 
 def test_a_mask_of_everything_has_no_rim() -> None:

@@ -155,7 +155,7 @@ def test_the_table_says_what_the_lines_say(tmp_path: Path) -> None:
 def test_regions_are_in_the_lines_and_in_a_table_of_their_own(tmp_path: Path) -> None:
     class Finding(BrightnessDetector):
         def batch(self, images: Sequence[Image.Image]) -> list[Result]:
-            on_photograph: dict[str, Any] = {"pixel_limit": 0.5, "box": (0.0, 0.0, 64.0, 32.0), "mm_per_pixel": 0.5}
+            on_photograph: dict[str, Any] = {"pixel_limit": 0.5, "box": (0.0, 0.0, 16.0, 16.0), "mm_per_pixel": 0.5}
             return [replace(result, **on_photograph) for result in super().batch(images)]
 
     spots = np.zeros((16, 16), np.uint8)
@@ -165,8 +165,11 @@ def test_regions_are_in_the_lines_and_in_a_table_of_their_own(tmp_path: Path) ->
     save(tmp_path / "in" / "dark.png", 20)
     predict(Finding(), [tmp_path / "in"], tmp_path / "out")
     one, other = (row["regions"] for row in read_rows(tmp_path / "out"))
-    assert [region["box"] for region in one] == [[40, 20, 4, 2], [20, 4, 4, 4]]
+    assert [region["box"] for region in one] == [[10, 10, 1, 1], [5, 2, 1, 2]]
     assert other == []
+    with Image.open(tmp_path / "out" / "overlays" / "whole" / "a,b.png") as whole:
+        assert whole.size == (16, 16)  # the photograph's own
+    assert not (tmp_path / "out" / "overlays" / "whole" / "dark.png").exists()
     with (tmp_path / "out" / "results.csv").open(encoding="utf-8", newline="") as file:
         assert [row["regions"] for row in csv.DictReader(file)] == ["2", "0"]
     with (tmp_path / "out" / "regions.csv").open(encoding="utf-8", newline="") as file:
@@ -174,8 +177,8 @@ def test_regions_are_in_the_lines_and_in_a_table_of_their_own(tmp_path: Path) ->
     assert [row["path"] for row in table] == [str(tmp_path / "in" / "a,b.png")] * 2
     numbers = [{key: float(value) for key, value in row.items() if key != "path"} for row in table]
     assert numbers[0] == {
-        "left": 40, "top": 20, "width": 4, "height": 2, "area": 8, "peak": pytest.approx(250 / 255), "x": 42, "y": 21,
-        "left_mm": 20, "top_mm": 10, "width_mm": 2, "height_mm": 1, "area_mm2": 2,
+        "left": 10, "top": 10, "width": 1, "height": 1, "area": 1, "peak": pytest.approx(250 / 255), "x": 10, "y": 10,
+        "left_mm": 5, "top_mm": 5, "width_mm": 0.5, "height_mm": 0.5, "area_mm2": 0.25,
     }  # fmt: skip
 
 
