@@ -417,8 +417,8 @@ MUTANTS = (
     ),
     Mutant(
         "mask-range-pass", "calibrate",
-        "first.low",
-        "last.low",
+        "good.first.low",
+        "good.last.low",
         "the frozen mask range is measured on the last maps",
         ("test_calibrate_measures_threshold_and_ranges",),
     ),
@@ -624,8 +624,8 @@ MUTANTS = (
     ),
     Mutant(
         "tuning-fitted", "_known",
-        "if name in fitted",
-        "if False",
+        "name in fitted",
+        "False",
         "a threshold by images that a tuning was fitted to",
         ("test_a_calibration_goes_by_scores_that_no_image_took_part_in",),
     ),
