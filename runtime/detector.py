@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from mdps.runtime.alignment import Pose
 from mdps.runtime.atomic import write_bytes, write_text, writing
@@ -33,6 +32,9 @@ from mdps.runtime.settings import Settings
 from mdps.runtime.tiled import Tiled
 from mdps.runtime.tiles import Tiling, sheets
 from mdps.runtime.tuning import Tuning
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,17 @@ class Result:
         return find(self.anomaly_map, self.pixel_limit, self.box, self.mm_per_pixel)
 
     @property
-    def overlay(self) -> Image.Image:
+    def overlay(self) -> "Image.Image":
         """One picture of the image, its reconstruction, the map's heat over the image and the mask's contour."""
         sample, drawn_as = self.posterior_sample, self._drawn_as
         return strip(self.observation, sample, self.anomaly_map, self.mask, drawn_as, self.regions, self.box)
 
     @property
-    def heat(self) -> Image.Image:
+    def heat(self) -> "Image.Image":
         """The map's heat over the image alone, of tiled photographs pixel for pixel of the map."""
         return heat_picture(self.observation, self.anomaly_map, self._drawn_as, self.regions, self.box)
 
-    def heat_over(self, photograph: Image.Image) -> Image.Image:
+    def heat_over(self, photograph: "Image.Image") -> "Image.Image":
         """The map's heat over the upright photograph that was judged, at the photograph's resolution."""
         return photograph_picture(photograph, self.anomaly_map, self._drawn_as, self.regions, self.box)
 

@@ -3,15 +3,17 @@
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 
 from mdps.runtime.calibration import Calibration
 from mdps.runtime.preprocessing import to_uint8, to_unit
 from mdps.runtime.regions import Box, Region
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Unit = NDArray[np.float32]  # [3, H, W], values in [-1, 1]
 Pixels = NDArray[np.uint8]  # [H, W, 3]
@@ -60,7 +62,7 @@ def strip(
     heat_range: HeatRange,
     regions: Sequence[Region] = (),
     box: Box | None = None,
-) -> Image.Image:
+) -> "Image.Image":
     """One picture of four tiles: the image, its reconstruction, the map's heat over the image, the mask's contour.
 
     Args:
@@ -90,8 +92,10 @@ def heat_picture(
     heat_range: HeatRange,
     regions: Sequence[Region] = (),
     box: Box | None = None,
-) -> Image.Image:
+) -> "Image.Image":
     """The map's heat over the image, enlarged as in `strip`, which describes the arguments."""
+    from PIL import Image
+
     _, enlarge = _enlarger(anomaly_map)
     height, width = observation.shape[1:]
     drawn = Image.fromarray(enlarge(_heat_over(observation, anomaly_map, heat_range)))
@@ -99,13 +103,15 @@ def heat_picture(
 
 
 def photograph_picture(
-    photograph: Image.Image,
+    photograph: "Image.Image",
     anomaly_map: NDArray[np.float32],
     heat_range: HeatRange,
     regions: Sequence[Region] = (),
     box: Box | None = None,
-) -> Image.Image:
+) -> "Image.Image":
     """The heat over the upright photograph itself, at its resolution, with the regions framed."""
+    from PIL import Image
+
     whole = (0.0, 0.0, float(photograph.width), float(photograph.height))
     left, top, right, bottom = map(round, box or whole)
     shown = photograph.crop((left, top, right, bottom))
@@ -115,8 +121,10 @@ def photograph_picture(
     return framed(drawn, regions, whole)
 
 
-def framed(picture: Image.Image, regions: Sequence[Region], shown: Box) -> Image.Image:
+def framed(picture: "Image.Image", regions: Sequence[Region], shown: Box) -> "Image.Image":
     """Draw a frame around each region; `shown` is what of the photograph the picture shows."""
+    from PIL import ImageDraw
+
     draw, line = ImageDraw.Draw(picture), max(1, round(max(picture.size) / 400))
     across, down = picture.width / (shown[2] - shown[0]), picture.height / (shown[3] - shown[1])
     for region in regions:
@@ -127,13 +135,15 @@ def framed(picture: Image.Image, regions: Sequence[Region], shown: Box) -> Image
     return picture
 
 
-def plain_picture(observation: Unit) -> Image.Image:
+def plain_picture(observation: Unit) -> "Image.Image":
     """The image alone, in the size of `heat_picture`."""
+    from PIL import Image
+
     _, enlarge = _enlarger(observation[0])
     return Image.fromarray(enlarge(to_uint8(observation)))
 
 
-def png(image: Image.Image) -> bytes:
+def png(image: "Image.Image") -> bytes:
     """`image` as the bytes of a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -147,7 +157,7 @@ def npy(array: NDArray[Any]) -> bytes:
     return buffer.getvalue()
 
 
-def thumbnail(image: Image.Image, width: int = 520) -> bytes:
+def thumbnail(image: "Image.Image", width: int = 520) -> bytes:
     """`image` made at most `width` pixels wide, as the bytes of a JPEG file."""
     small = image.convert("RGB")
     small.thumbnail((width, width))
@@ -158,6 +168,8 @@ def thumbnail(image: Image.Image, width: int = 520) -> bytes:
 
 def _enlarger(plane: NDArray[np.float32]) -> tuple[int, Callable[[Pixels], Pixels]]:
     """Return by which factor pictures of the size of `plane` [H, W] are enlarged, and the function that does it."""
+    from PIL import Image
+
     height, width = plane.shape
     factor = max(1, min(round(SMALLEST / min(height, width)), LARGEST // max(height, width)))
     size = (width * factor, height * factor)
@@ -197,7 +209,9 @@ def _draw_contour(pixels: Pixels, mask: NDArray[np.bool_]) -> Pixels:
     return drawn
 
 
-def _side_by_side(tiles: list[Pixels]) -> Image.Image:
+def _side_by_side(tiles: list[Pixels]) -> "Image.Image":
+    from PIL import Image
+
     height, width = tiles[0].shape[:2]
     sheet = Image.new("RGB", (len(tiles) * width + (len(tiles) - 1) * _GAP, height), "white")
     for index, tile in enumerate(tiles):

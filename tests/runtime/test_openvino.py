@@ -445,11 +445,11 @@ def test_calibrating_hands_the_backend_on(
     Image.fromarray(pictures[0]).save(tmp_path / "part.png")
     asked: list[str] = []
 
-    def refuse(path: Path, options: LoadOptions) -> Detector:
+    def refuse(bundle: Bundle, options: LoadOptions) -> Detector:
         asked.append(options.engine)
         raise UsageError("enough")
 
-    monkeypatch.setattr("mdps.serving.calibrate.load", refuse)
+    monkeypatch.setattr("mdps.serving.calibrate.load_bundle", refuse)
     assert run(cli, ["calibrate", str(bundle), str(tmp_path), "--engine", "openvino"]) == 2
     assert asked == ["openvino"]
 

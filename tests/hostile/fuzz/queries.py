@@ -53,6 +53,7 @@ class _Looking:
     engine = "none"
     provenance = MappingProxyType({"engines": {}})
     preprocessing = Preprocessing((16, 16))
+    tiles = None
     warm_up_seconds = 0.0
 
     def observe(self, pictures: Sequence[Any]) -> Observations:
