@@ -1,15 +1,16 @@
 """The detector that ships with mdps: photographs of bricks of 64 x 64 pixels, and one picture of each verdict."""
 
 from pathlib import Path
-from typing import Unpack
-
-from PIL import Image
+from typing import TYPE_CHECKING, Unpack
 
 from mdps.runtime.bundle import LoadFields
 from mdps.runtime.detector import Detector
 from mdps.runtime.errors import require
 from mdps.runtime.loading import load
 from mdps.runtime.pictures import read_image
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FOLDER = Path(__file__).parent / "files"
 PICTURES = {"good": "good", "bad": "stain"}
@@ -22,7 +23,7 @@ def demo_detector(**fields: Unpack[LoadFields]) -> Detector:
     return load(FOLDER / "bundle", **fields)
 
 
-def demo_picture(name: str) -> Image.Image:
+def demo_picture(name: str) -> "Image.Image":
     """Return a photograph of bricks that the detector passes, or one with a stain that it fails."""
     require(name in PICTURES, f"there is no picture {name!r} in the package: choose one of {', '.join(PICTURES)}")
     return read_image(FOLDER / f"{name}.png")
