@@ -13,10 +13,10 @@ from mdps.runtime.tuning import Cascade
 def restricted(
     found: Inspection, inside: NDArray[np.bool_], score: ScoreSettings, cascade: Cascade | None
 ) -> Inspection:
-    """Return the same with maps as cold as can be outside, and scores of the pixels inside; those of a pass stay.
+    """Return the same with the lowest value inside given to all pixels outside, and scores of the pixels inside.
 
-    A tuned detector's score is its hottest pixel, another's is by `score`; what a `cascade` judged again stays in its
-    band.
+    Maps and scores of the first pass stay. A tuned detector's score is its hottest pixel, another's is by `score`; what
+    a `cascade` judged again stays in its band.
     """
     values = found.anomaly_map[:, 0, inside]
     tuned = np.zeros(len(values), np.bool_) if found.tuned is None else found.tuned
@@ -34,7 +34,7 @@ def restricted(
 
 
 def image_score(values: Array, settings: ScoreSettings) -> float:
-    """Return the score of the pixels [n] of a map, as the score graph computes it of all."""
+    """Return the score of any pixels [n] of a map, by as many of them as the score graph counts of a whole one."""
     count = min(settings.top, values.size)
     top = np.partition(values, -count)[-count:]
     if settings.image_score == "top_mean":

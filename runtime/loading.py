@@ -221,8 +221,6 @@ class _Opener:
         whole = self._loop() if tuning is None else self._fused(tuning)
         if manifest.tiles is None:
             return whole
-        if tuning is None:
-            check_tiled(self.bundle.settings)
         size, photograph = manifest.preprocessing.network_size, tuning.photograph if tuning else None
         scope, covered = manifest.scope(self.options.product), manifest.preprocessing.covered_box
         inside = partial(inspected, scope, covered) if scope.restricts else None

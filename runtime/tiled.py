@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mdps.runtime.errors import ImageError, require
+from mdps.runtime.inspected import image_score
 from mdps.runtime.pipeline import Array, Inspection, Inspector, check_range
 from mdps.runtime.preprocessing import Observations, Preprocessing, Views
 from mdps.runtime.schedule import Step
-from mdps.runtime.settings import ScoreSettings, Settings
+from mdps.runtime.settings import Settings
 from mdps.runtime.tiles import Plan, Sheet, Sheets, Size, Tiling
 
 AT_ONCE = 8
@@ -23,8 +24,8 @@ class Tiled:
     """`Inspector` of one picture's tiles, which `inner` judges; of views that are no picture it is the inner one.
 
     `photograph` makes the view of a tuned detector's features, whose score counts one pixel of the map. `progress` is
-    told how many of how many tiles of a picture were judged. `inside` says of a size (H, W) which pixels are inspected,
-    by None all: tiles without one are not judged, and what is not inspected is as cold as can be.
+    told how many of how many tiles of a picture were judged. `inside` says which pixels of a size (H, W) are inspected,
+    and is None where all are. Tiles without such a pixel are not judged; pixels outside get the lowest value inside.
     The published method's settings are to pass `check_tiled`.
     """
 
@@ -88,7 +89,7 @@ class Tiled:
         return Plan.of(sheet.size, self.tile, self.tiling.overlap)
 
     def _tiles(self, sheet: Sheet, plan: Plan) -> Iterator[tuple[list[int], Observations]]:
-        """Yield which tiles come next, and their views; say so once they were judged."""
+        """Yield the rows of the next tiles and their views, and tell `progress` once they were judged."""
         corners, size = plan.corners, self.photograph.network_size if self.photograph else None
         wanted = self._wanted(plan)
         for start in range(0, len(wanted), AT_ONCE):
@@ -132,7 +133,9 @@ class Tiled:
         )
 
     def _score(self, anomaly_map: Array, judged: bool) -> Array:
-        return np.array([anomaly_map.max() if judged else score(anomaly_map, self.settings.score)], dtype=np.float32)
+        return np.array(
+            [anomaly_map.max() if judged else image_score(anomaly_map.ravel(), self.settings.score)], dtype=np.float32
+        )
 
 
 def check_tiled(settings: Settings) -> None:
@@ -143,17 +146,6 @@ def check_tiled(settings: Settings) -> None:
         'a mask by the range of each tile finds something in all of them: export with --mask-range frozen',
     )  # fmt: skip
     require(not settings.sampler.early_exit, "an early exit is of whole pictures, and tiles have none: leave it out")
-
-
-def score(anomaly_map: Array, settings: ScoreSettings) -> float:
-    """Return the score of a picture's map, by as many pixels as a tile's: a defect counts the same in a larger one."""
-    values = anomaly_map.ravel()
-    count = min(settings.top, values.size)
-    top = np.partition(values, -count)[-count:]
-    if settings.image_score == "top_mean":
-        return float(top.mean())
-    largest = top.max()
-    return float(np.exp(top - largest).sum() / np.exp(values - largest).sum(dtype=np.float64))
 
 
 def _limit(settings: Settings, first: Array, mask_range: tuple[float, float] | None) -> float:

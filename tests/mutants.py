@@ -195,7 +195,7 @@ MUTANTS = (
         ("test_tiles::test_a_tile_counts_little_at_its_borders_but_at_those_of_the_picture",),
     ),
     Mutant(
-        "tile-score", "score",
+        "tile-score", "image_score",
         "count = min(settings.top, values.size)",
         "count = min(4 * settings.top, values.size)",
         "the score of a photograph counts other pixels than a tile's",

@@ -12,7 +12,6 @@ from tuned_bundle import TERMS, add_tuning
 
 from mdps.runtime import CalibrationError, UsageError, load
 from mdps.runtime.errors import BundleError
-from mdps.runtime.inspected import image_score
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.preprocessing import Preprocessing
 from mdps.runtime.scope import Area, Scope, inspected, read_areas
@@ -95,20 +94,6 @@ def test_a_tuned_detector_scores_its_hottest_inspected_pixel(tmp_path):
         half = detector(spotted((3, 6)))
     assert half.score == pytest.approx(whole.anomaly_map[:, :4].max())
     assert half.score < whole.score
-
-
-@pytest.mark.parametrize("kind", ["top_mean", "softmax_top_sum"])
-def test_a_score_of_all_pixels_is_that_of_the_score_graph(kind):
-    torch = pytest.importorskip("torch")
-    from mdps.export.score import Score
-
-    values = np.random.default_rng(0).normal(size=(1, 1, 9, 11)).astype(np.float32)
-    settings = replace(tiny.settings_of().score, image_score=kind, top=7)
-    module = Score.__new__(Score)
-    torch.nn.Module.__init__(module)
-    module.settings = settings
-    expected = float(module._image_score(torch.from_numpy(values))[0])
-    assert image_score(values.ravel(), settings) == pytest.approx(expected, rel=1e-5)
 
 
 # Files

@@ -11,11 +11,12 @@ import test_detector as tiny
 from PIL import Image
 
 from mdps.runtime import CalibrationError, ImageError, UsageError, calibrate, load, tiles
+from mdps.runtime.inspected import image_score
 from mdps.runtime.manifest import Manifest
 from mdps.runtime.noise import NoiseBank
 from mdps.runtime.preprocessing import Observations, Preprocessing
 from mdps.runtime.settings import PassSettings, ScoreSettings, paper_settings
-from mdps.runtime.tiled import AT_ONCE, score
+from mdps.runtime.tiled import AT_ONCE
 from mdps.runtime.tiles import Plan, Sheet, Tiling, shares, sheets, starts
 
 SIZE = tiny.SIZE
@@ -249,8 +250,8 @@ def test_the_score_is_the_score_graphs(rule):
     settings: ScoreSettings = replace(paper_settings((16, 16)).score, stages=(), image_score=rule, top=7)
     anomaly_map = np.random.default_rng(0).normal(size=(1, 1, 16, 16)).astype(np.float32)
     wanted = Score(None, settings)._image_score(torch.from_numpy(anomaly_map))
-    assert score(anomaly_map, settings) == pytest.approx(float(wanted), rel=1e-5)
-    assert np.isfinite(score(anomaly_map[..., :2, :2], settings))  # fewer pixels than are counted
+    assert image_score(anomaly_map.ravel(), settings) == pytest.approx(float(wanted), rel=1e-5)
+    assert np.isfinite(image_score(anomaly_map[..., :2, :2].ravel(), settings))  # fewer pixels than are counted
 
 
 LARGE = """
